@@ -12,7 +12,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -33,7 +32,7 @@ import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import MARKER_KEY, parse_data_key
 from dcp_objstore.checkpoint.probe import require_fencing
 from dcp_objstore.cli import demo_report
-from dcp_objstore.cli.demo_crew import Crew, DemoFailedError, Ended, counted_requests
+from dcp_objstore.cli.demo_crew import Crew, DemoFailedError, Ended
 from dcp_objstore.cli.exits import fail
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.cli.terminal import coloured, columns, say, wrapped
@@ -68,7 +67,6 @@ def run_demo(
     """Run the demo and print it; exit with status 1 if a proof does not hold."""
     began = time.monotonic()
     with ExitStack() as stack:
-        requests = stack.enter_context(counted_requests())
         crew = Crew(ranks, device)
         if url is not None:
             spec = StoreSpec(url)
@@ -90,14 +88,12 @@ def run_demo(
             demo.job(demo.resume_ranks, torn=False)
         speeds = [] if report is None else demo.measure()
         # Nobody leaves before, because one of them has the store of the group.
-        for others in crew.share("end", requests)[1:]:
-            demo.requests.update(others)
+        crew.share("end", None)
     if not crew.is_first:
         return
     seconds = time.monotonic() - began
     _title(f"All {demo.proofs} proofs hold, in {seconds:.0f} s.")
     if report is not None:
-        demo.requests.update(requests)
         place = "SeaweedFS on loopback" if url is None else None
         Path(report).write_text(demo_report.text(demo, speeds, seconds, place))
         tell(f"report: {report}")
@@ -278,7 +274,6 @@ class Demo:
 
     Attributes:
         phases: of each phase its title and what it has proved.
-        requests: the numbers of requests by their verbs, but for those of the killed rank.
     """
 
     def __init__(self, run: StoreSpec, crew: Crew, resume_ranks: int | None) -> None:
@@ -289,7 +284,6 @@ class Demo:
         equal = math.lcm(self.ranks, self.resume_ranks)
         self._sequences = equal * -(-_SEQUENCES // equal)
         self.phases: list[tuple[str, list[str]]] = []
-        self.requests: Counter[str] = Counter()
         self.proofs = 0
 
     def run(self) -> None:
@@ -321,7 +315,6 @@ class Demo:
         """
         ended = self.crew.run(ranks, train, self.spec, self._sequences, torn)
         for rank, one in enumerate(ended):
-            self.requests.update(one.requests)
             if isinstance(one.how, str) or not (torn or one.how is None):
                 error = DemoFailedError(f"rank {rank} ended with {one.how!r}")
                 error.add_note(one.log)

@@ -17,9 +17,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +29,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from dcp_objstore.errors import DcpObjstoreError, InputError
 from dcp_objstore.observe.report import counted
-from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.wrappers import WrappedStore
 
 DEFAULT_RANKS = 8
 # A limit for slow machines: no job takes more than half a minute on two cores.
@@ -43,30 +39,10 @@ _GROUP_SECONDS = 60.0
 _METHOD = "spawn" if sys.platform == "darwin" else "forkserver"
 # What every rank would otherwise import at first use.
 _PRELOAD = ["dcp_objstore.cli.demo", "torch._dynamo", "dcp_objstore.run.manager", "obstore.store"]
-_VERBS = {"put", "put_stream", "copy", "get", "head", "open_range", "list", "delete"}
 
 
 class DemoFailedError(Exception):
     """A process of the demo did not do its job, or what was to be proved does not hold."""
-
-
-@contextmanager
-def counted_requests() -> Iterator[Counter[str]]:
-    """Count the requests of the stores that are opened in the block, by their verbs."""
-    requests: Counter[str] = Counter()
-
-    class CountedStore(WrappedStore):
-        def __getattribute__(self, name: str) -> Any:
-            if name in _VERBS:
-                requests[name] += 1
-            return super().__getattribute__(name)
-
-    opened = StoreSpec.open
-    StoreSpec.open = lambda spec: CountedStore(opened(spec))  # type: ignore[method-assign,assignment]
-    try:
-        yield requests
-    finally:
-        StoreSpec.open = opened  # type: ignore[method-assign]
 
 
 class Ended(NamedTuple):
@@ -74,13 +50,11 @@ class Ended(NamedTuple):
 
     Attributes:
         how: None after success; the error of the library, another error's text, or an exit status.
-        requests: the numbers of its requests by their verbs; none if it was killed.
         said: what it has noted by name; nothing if it was killed.
         log: the end of its output.
     """
 
     how: DcpObjstoreError | str | int | None
-    requests: Counter[str]
     said: dict[str, Any]
     log: str
 
@@ -215,26 +189,25 @@ def _run_rank(
     rank, local_rank, kind = place
     said: dict[str, Any] = {}
     how: DcpObjstoreError | str | None = None
-    with counted_requests() as requests:
-        try:
-            torch.set_num_threads(1)
-            device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-            if kind == "cuda":
-                torch.cuda.set_device(device)
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
-                store=PrefixStore(name, TCPStore(host, port)),
-                rank=rank,
-                world_size=ranks,
-                timeout=timedelta(seconds=_GROUP_SECONDS),
-            )
-            dist.barrier()  # a rank that ends at once would leave while others still connect to it
-            work(device, said, *args)
-            dist.destroy_process_group()
-        except BaseException as error:  # noqa: BLE001  everything is reported
-            traceback.print_exc()
-            how = error if isinstance(error, DcpObjstoreError) else repr(error)
-    Path(f"{files}.ended").write_bytes(pickle.dumps((how, requests, said)))
+    try:
+        torch.set_num_threads(1)
+        device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+        if kind == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+            store=PrefixStore(name, TCPStore(host, port)),
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=_GROUP_SECONDS),
+        )
+        dist.barrier()  # a rank that ends at once would leave while others still connect to it
+        work(device, said, *args)
+        dist.destroy_process_group()
+    except BaseException as error:  # noqa: BLE001  everything is reported
+        traceback.print_exc()
+        how = error if isinstance(error, DcpObjstoreError) else repr(error)
+    Path(f"{files}.ended").write_bytes(pickle.dumps((how, said)))
     # Without closing the group, which can wait for a dead rank. The others see it closed.
     os._exit(how is not None)
 
@@ -251,6 +224,6 @@ def _ended(files: str, status: int) -> Ended:
     log, ended = Path(f"{files}.log"), Path(f"{files}.ended")
     text = log.read_text(errors="replace")[-2000:] if log.exists() else ""
     if not ended.exists():
-        return Ended(status, Counter(), {}, text)
-    how, requests, said = pickle.loads(ended.read_bytes())
-    return Ended(how, requests, said, text)
+        return Ended(status, {}, text)
+    how, said = pickle.loads(ended.read_bytes())
+    return Ended(how, said, text)

@@ -35,7 +35,6 @@ _END_SECONDS: Final = 1.0
 # A bucket to which an object is written and read again at every start, so that the server can store
 # data when the constructor returns: volumes register with the master some time after S3 answers.
 _READY_BUCKET: Final = "ready-check"
-# In a folder whose data are kept: the secret key of its server.
 # A request that is sent too early may hang long after S3 is up.
 _IMPATIENT: Final = TransferConfig(
     connect_timeout_seconds=1.0, request_timeout_seconds=1.0, max_retries=0

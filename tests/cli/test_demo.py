@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +22,7 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.cli import demo_crew, demo_report
 from dcp_objstore.cli.demo import Demo, a_run, digests, run_demo, tell
-from dcp_objstore.cli.demo_crew import Crew, DemoFailedError, Ended, counted_requests
+from dcp_objstore.cli.demo_crew import Crew, DemoFailedError, Ended
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.errors import CheckpointNotFoundError, RankFailedError
 from dcp_objstore.stores import StoreSpec, open_store
@@ -203,7 +202,7 @@ def fails(prove: Callable[..., None], *args: object) -> bool:
 
 
 def ended(how: Any, **said: Any) -> Ended:
-    return Ended(how, Counter(), said, "the end of its output")
+    return Ended(how, said, "the end of its output")
 
 
 class Alone:
@@ -326,7 +325,7 @@ def test_how_a_rank_ended_is_known_whatever_ended_it():
     assert isinstance(second.how, CheckpointNotFoundError)
     assert third.how == -signal.SIGKILL
     assert [one.said["rank"] for one in (first, second)] == [(0, "cpu"), (1, "cpu")]
-    assert (third.said, third.requests) == ({}, {})
+    assert third.said == {}
 
 
 @pytest.mark.parametrize(
@@ -401,7 +400,6 @@ def test_the_report_has_the_fields_of_the_issue_form_and_names_no_bucket(told, m
     url = "s3://secret-bucket/prefix"
     monkeypatch.setattr(sys, "argv", ["dcp-objstore", "demo", "--url", url, "--report", "x.md"])
     told.prove(True, "it was shown")
-    told.requests.update({"put": 1000, "put_stream": 1000, "get": 10_000, "delete": 7})
     speeds = dos.measure.bench(told.spec.url, size_bytes=1 << 20, seconds=0.1, progress=False)
     text = demo_report.text(told, [speeds, speeds], 12.0, None)
     fields = re.findall(r"^### (.*)$", text, re.M)
@@ -411,20 +409,7 @@ def test_the_report_has_the_fields_of_the_issue_form_and_names_no_bucket(told, m
     results = json.loads(re.findall(r"^```json\n(.*?)^```", text, re.M | re.S)[0])
     assert "**a phase**\n\n- it was shown\n" in text
     assert results["versions"]["torch"] == torch.__version__
-    assert results["requests"] == {"PUT, COPY, LIST": 2000, "GET, HEAD": 10_000, "DELETE": 7}
-    assert "1.4 US cents" in text
     assert "secret-bucket" not in text
-
-
-def test_each_request_is_counted_and_only_in_the_block(tmp_path):
-    spec = StoreSpec(tmp_path.as_uri())
-    with counted_requests() as requests:
-        store = spec.open()
-        store.put("a", b"x")
-        store.get("a", max_size_bytes=1)
-        list(store.list())
-    spec.open().put("b", b"x")
-    assert requests == {"put": 1, "get": 1, "list": 1}
 
 
 class Terminal(io.StringIO):
