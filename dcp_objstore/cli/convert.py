@@ -145,23 +145,17 @@ def average(
             " the newest the most (1, 2, 3, ...); or as a decay by 1 - sqrt(t) would."
         ),
     ] = "uniform",
-    keys: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--keys",
-            help="Tensors to average; shell patterns. Repeatable. Default: model.*",
-            metavar="PATTERN",
-        ),
-    ] = None,
+    keys: Keys = None,
     overwrite: Overwrite = False,
     trust_pickle: TrustPickle = False,
     as_json: Json = False,
 ) -> None:
     """Average the weights of a run's last steps.
 
-    The average is a checkpoint, committed as a save does it. Streams through some 350 MiB of
-    memory, however large the steps are, and checks every byte. Counters (step, epoch) are those of
-    the newest step; other tensors, such as the optimizer's, are left out.
+    The weights are what lies below model, unless --keys says what they are. The average is a
+    checkpoint, committed as a save does it. Streams through some 350 MiB of memory, however large
+    the steps are, and checks every byte. Counters (step, epoch) are those of the newest step; other
+    tensors, such as the optimizer's, are left out.
     """
     steps = dos.steps(run, newest=last, storage_options=chosen())
     if len(steps) < last:

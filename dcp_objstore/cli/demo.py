@@ -36,7 +36,7 @@ from dcp_objstore.cli.demo_crew import Crew, DemoFailedError, Ended
 from dcp_objstore.cli.exits import fail
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.cli.terminal import coloured, columns, say, wrapped
-from dcp_objstore.config import TransferConfig
+from dcp_objstore.doctor.runner import CONFIG
 from dcp_objstore.doctor.scratch import Scratch
 from dcp_objstore.errors import CheckpointNotFoundError, DcpObjstoreError, InputError
 from dcp_objstore.observe.report import counted, first_few, size_text
@@ -50,10 +50,6 @@ _CONTEXT, _SEQUENCES = 64, 32
 _LOSS_TOLERANCE = 1e-2
 _BENCH_SECONDS, _BENCH_BYTES = 15.0, 64 << 20
 _WIDEST = 100
-# Before any rank starts, a store that does not answer is an error to report at once.
-_IMPATIENT = TransferConfig(
-    connect_timeout_seconds=5, request_timeout_seconds=15, max_retries=2, retry_timeout_seconds=10
-)
 
 
 def run_demo(
@@ -128,7 +124,8 @@ def a_run(spec: StoreSpec, crew: Crew) -> Iterator[StoreSpec]:
         yield spec.child(crew.share("run", "")[0])
         return
     scratch = Scratch(spec, "dcp-objstore-demo")
-    store = replace(scratch.spec, config=_IMPATIENT).open()
+    # Before any rank starts, a store that does not answer is an error to report at once.
+    store = replace(scratch.spec, config=CONFIG).open()
     next(iter(store.list()), None)  # first, because the probe waits longer for a store that is away
     require_fencing(store, replaces=True, allow_unfenced=False)
     crew.share("run", scratch.spec.url.rpartition("/")[2])

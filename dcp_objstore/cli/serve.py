@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from dcp_objstore.cli.terminal import say
-
-if TYPE_CHECKING:
-    from dcp_objstore.cli.seaweedfs import SeaweedServer
 
 
 def serve(
@@ -31,26 +28,14 @@ def serve(
         url = server.create_bucket(bucket)
         say(
             f"# An S3 server with the bucket {url}, until Ctrl-C. Its data goes with it."
-            " In another terminal:"
+            " In another terminal:",
+            f"export AWS_ENDPOINT_URL={server.endpoint_url}",
+            f"export AWS_ACCESS_KEY_ID={server.access_key}",
+            f"export AWS_SECRET_ACCESS_KEY={server.secret_key}",
         )
-        print_exports(server)
-        wait_for_ctrl_c()
-
-
-def print_exports(server: SeaweedServer) -> None:
-    """Print the commands that lead another terminal to a server."""
-    say(
-        f"export AWS_ENDPOINT_URL={server.endpoint_url}",
-        f"export AWS_ACCESS_KEY_ID={server.access_key}",
-        f"export AWS_SECRET_ACCESS_KEY={server.secret_key}",
-    )
-    sys.stdout.flush()
-
-
-def wait_for_ctrl_c() -> None:
-    """Wait until Ctrl-C, which ends the wait and not the command."""
-    try:
-        while True:
-            signal.pause()
-    except KeyboardInterrupt:
-        say("ended")
+        sys.stdout.flush()
+        try:
+            while True:
+                signal.pause()
+        except KeyboardInterrupt:
+            say("ended")

@@ -110,7 +110,7 @@ def weighted_sums(
     """
     windows = list(_windows(_Sum(slab, len(inputs)) for slab in slabs))
     progress = Progress(config.stall_timeout_seconds)
-    slots = _Slots(config, progress)
+    slots = _Slots(config)
 
     def read() -> None:
         try:
@@ -297,22 +297,17 @@ def _rounded(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class _Slots:
     """Memory for what arrives, which requests get in the order in which they are planned."""
 
-    def __init__(self, config: TransferConfig, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, config: TransferConfig) -> None:
         self._changed = threading.Condition()  # re-entrant: slots come back at any point
         self._size_bytes = config.request_size_bytes
         count = max(1, config.memory_budget_bytes // self._size_bytes)
         self._free: list[ByteArray | None] = [None] * count
-        self._turns: dict[int, tuple[int, int]] = {}
-        self._turn = self._last_window = 0
+        self._waiting: deque[tuple[RangeRequest[Block], int]] = deque()
+        self._last_window = 0
 
-    def plan(self, requests: Sequence[RangeRequest[Block]], windows: Sequence[int]) -> None:
-        """Give these requests their turns, after all that had one before."""
-        first = self._turn
-        self._turns = {
-            id(request): (turn, window)
-            for turn, (request, window) in enumerate(zip(requests, windows, strict=True), first)
-        }
+    def plan(self, requests: Sequence[RangeRequest[Block]], window: int) -> None:
+        """Give these requests of a window their turns, after all that had one before."""
+        self._waiting.extend((request, window) for request in requests)
 
     def allow(self, window: int) -> None:
         """Let requests up to this window begin."""
@@ -322,19 +317,18 @@ class _Slots:
 
     def may_begin(self, request: RangeRequest[Block]) -> bool:
         """Whether `admit` would return at once."""
-        turn, window = self._turns[id(request)]
-        return turn == self._turn and window <= self._last_window and bool(self._free)
+        first, window = self._waiting[0]
+        return first is request and window <= self._last_window and bool(self._free)
 
     def admit(self, request: RangeRequest[Block], progress: Progress) -> memoryview:
         """Wait for the request's turn and a slot, and return its memory."""
-        turn, window = self._turns[id(request)]
         with self._changed:
             while not self.may_begin(request):
                 progress.check_stopped()
-                if window > self._last_window:
+                if self._waiting[0][1] > self._last_window:
                     progress.alive()  # the upload is slower, and looks after itself
                 self._changed.wait(STEP_SECONDS)
-            self._turn = turn + 1
+            self._waiting.popleft()
             slot = self._free.pop()
             self._changed.notify_all()
         if slot is None:
@@ -397,12 +391,11 @@ def _read(
     stretch = max(1, _PLANNED_BYTES // (len(inputs) * SUM_BYTES))
     for first in range(0, len(windows), stretch):
         requests: list[RangeRequest[Block]] = []
-        of_windows: list[int] = []
         for at, window in enumerate(windows[first : first + stretch], first):
             for number, one in enumerate(inputs):
-                requests += _planned(one, number, window, firsts[number], config)
-            of_windows += [at] * (len(requests) - len(of_windows))
-        slots.plan(requests, of_windows)
+                planned = _planned(one, number, window, firsts[number], config)
+                slots.plan(planned, at)
+                requests += planned
         arriving = fetch_ranges(
             _Stores(stores),
             keys,
