@@ -200,7 +200,7 @@ def test_ls_shows_a_checkpoint_and_those_below_it(tmp_path, capsys):
         save_step(where)
     print_checkpoints(url, as_json=False)
     _, _, *lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[-1] for line in lines] == [".", "step-1"]
+    assert [line.split()[-1] for line in lines] == ["run", "step-1"]
     print_checkpoints(url, as_json=True)
     entries = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [entry["url"] for entry in entries] == [url, f"{url}/step-1"]
@@ -292,7 +292,7 @@ def test_ls_counts_deleted_steps_and_says_what_removes_them(tmp_path, capsys):
     print_checkpoints(url)
     _, _, *steps, deleted = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in steps] == ["step-3"]
-    assert deleted.startswith("2 deleted checkpoints") and f"sweep '{url}'" in deleted
+    assert "2 deleted checkpoints" in deleted and f"sweep '{url}'" in deleted
 
 
 def test_ls_shows_which_steps_do_not_count_any_more(tmp_path, capsys):
