@@ -263,7 +263,7 @@ def _add(source: torch.Tensor, factor: float, total: torch.Tensor, *, is_first: 
     source, sums = source.view(-1), total.view(-1).numpy()
     is_converted = source.dtype != total.dtype
     step = _CONVERTED_ELEMENTS if is_converted else _ELEMENTS
-    scratch = torch.empty(min(step, len(sums)), dtype=total.dtype)
+    scratch = torch.empty(min(step, len(sums)), dtype=total.dtype, device="cpu")
     for start in range(0, len(sums), step):
         piece, into = source[start : start + step], sums[start : start + step]
         held = scratch[: len(piece)]

@@ -675,7 +675,7 @@ def test_dot_metadata_beside_a_young_tombstone_is_removed_and_nothing_else(store
     assert requests == [READ_MARKER, "list ", *mend]
     assert mended == report(
         outcome="waiting",
-        reason="3 objects are younger than the grace period: a save may be under way",
+        reason="3 objects are younger than the grace period, which a save under way may need",
         kept_young=3,
         dot_metadata="removed",
         dry_run=dry_run,
@@ -819,7 +819,7 @@ def test_a_plan_says_of_every_object_and_upload_what_it_is():
         *listing, named=("named", OURS[2], OURS[3]), uploads=[foreign, young_upload, old_upload]
     ) == SweepPlan(
         outcome="waiting",
-        reason="3 objects are younger than the grace period: a save may be under way",
+        reason="3 objects are younger than the grace period, which a save under way may need",
         candidates=(old[orphan], old[index]),
         young=tuple(young),
         unknown=("notes",),
@@ -860,4 +860,6 @@ def test_an_upload_in_progress_protects_a_save_of_which_all_objects_are_old(age,
 
 def test_one_young_object_is_told_in_the_singular():
     plan = planned(at_age(OURS[0], 2 * DAY), at_age(OURS[1], DAY))
-    assert plan.reason == "an object is younger than the grace period: a save may be under way"
+    assert (
+        plan.reason == "an object is younger than the grace period, which a save under way may need"
+    )

@@ -149,7 +149,7 @@ def test_credentials_that_are_refused_before_their_time_are_renewed_once(
 def test_fresh_credentials_that_are_refused_too_say_what_to_do(sink, guard, tmp_path, verb):
     options = {**profile(tmp_path, -3600), "endpoint_url": sink.storage_options["endpoint_url"]}
     (tmp_path / "give.py").write_text(PROCESS.replace('"Expiration": expiration', '"Unused": 0'))
-    with pytest.raises(CredentialsError, match=r"profile 'short'.*fresh ones.*log in again"):
+    with pytest.raises(CredentialsError, match=r"(?s)profile 'short'.*fresh ones.*log in again"):
         VERBS[verb](open_store("s3://bucket/x", options))
     assert len(guard.refused) <= 4
 

@@ -261,7 +261,7 @@ def test_what_could_not_be_loaded_is_refused_at_the_save_by_its_key(kind, save):
         assert isinstance(error, UnsupportedError), error
         assert error.key == "deep.odd"
     if save in ("save", "async_save"):
-        assert re.search(ADVICE.get(kind, "to_dense"), error.message), error
+        assert re.search(ADVICE.get(kind, "to_dense"), str(error)), error
     stored = [meta.key for meta in open_store(url).list()]
     assert not any(key.endswith("_COMMIT") for key in stored)
     if kind != "meta" and save != "dcp.save":

@@ -155,7 +155,7 @@ def test_a_store_that_says_slow_down_for_ever_fails_the_save_soon_and_says_so(bu
     config = dos.TransferConfig(part_size_bytes=PART_BYTES, max_retries=2)
     with NetworkProxy(bucket.storage_options) as proxy:
         proxy.plan = slow = SlowDown(0, 2, meant=is_transfer)
-        with pytest.raises(StoreUnavailableError, match=r"503.*2 retries|2 retries.*503"):
+        with pytest.raises(StoreUnavailableError, match="after all retries: 503"):
             save(8 * PART_BYTES, url, proxy, config)
         assert limiter_at(url, proxy).in_flight == 0
     assert len(slow.refused) <= 8 * 3

@@ -155,7 +155,7 @@ def test_the_error_of_a_get_says_what_it_means_and_what_was_read(error, kind, te
         Span(0, 300, 400, Block("last", block, None)),
     ]
     checkpoint: Any = SimpleNamespace(explain=StoredCheckpoint((), None).explain)  # type: ignore[arg-type]
-    explained = session._explained(checkpoint, None, RangeRequest(0, 50, 450, spans), error)  # type: ignore[arg-type]
+    explained = session.explained(checkpoint, None, RangeRequest(0, 50, 450, spans), error)  # type: ignore[arg-type]
     assert type(explained) is kind
     assert text in explained.message
     assert "[50, 450) of the object, block 2 of first to block 1 of last)" in explained.message
@@ -163,7 +163,7 @@ def test_the_error_of_a_get_says_what_it_means_and_what_was_read(error, kind, te
     if kind is not CheckpointCorruptError or text == "too short":
         assert (explained.rank, explained.url) == (3, "memory://url")
     alone = CorruptDataError("too short", key="named")
-    explained = session._explained(checkpoint, None, RangeRequest(0, 50, 450, spans[:1]), alone)  # type: ignore[arg-type]
+    explained = session.explained(checkpoint, None, RangeRequest(0, 50, 450, spans[:1]), alone)  # type: ignore[arg-type]
     assert "of the object, block 2 of first)" in explained.message
     assert explained.key == "named"
 

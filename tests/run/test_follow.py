@@ -33,8 +33,8 @@ from tests.support.servers import READ_ONLY
 from tests.support.upkeep import save as save_bytes
 from tests.support.wrapped_stores import Fault, FaultStore, Through
 
-NEXT = r"deleted.*next step of the run is step-%d"
-NO_NEXT = r"was deleted \["  # then comes the URL
+NEXT = r"(?s)deleted.*next step of the run is step-%d"
+NO_NEXT = r"was deleted\s\["  # then comes the URL
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "az": {"account_name": "a", "account_key": "a2V5"},
     "s3 over boto3": {"key": "a", "secret": "b", "transport": "boto3"},
 }
-SAYS = r"this does not look like a store.*check endpoint_url"
+SAYS = r"(?s)this does not look like a store.*check endpoint_url"
 
 
 @pytest.fixture
