@@ -355,7 +355,9 @@ def open_bucket_uploads(spec: StoreSpec) -> S3Uploads:
             "unfinished uploads to az:// cannot be listed; Azure removes them after a week"
         )
     if url.scheme != "s3":
-        raise UnsupportedError(f"unfinished uploads to {url.scheme}:// cannot be listed")
+        raise UnsupportedError(
+            f"unfinished uploads to {url.scheme}:// cannot be listed; a lifecycle rule removes them"
+        )
     if importlib.util.find_spec("boto3") is None:
         raise UnsupportedError(
             "boto3 is not installed, which lists unfinished uploads: pip install 'dcp-objstore[s3]'"
