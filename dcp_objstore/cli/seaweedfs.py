@@ -30,8 +30,6 @@ _START_TRIES: Final = 3
 # The server may take this long to store its first object.
 _START_SECONDS: Final = 60.0
 _LOG_TAIL_BYTES: Final = 3000
-# A server whose port is taken ends within this time.
-_END_SECONDS: Final = 1.0
 # A bucket to which an object is written and read again at every start, so that the server can store
 # data when the constructor returns: volumes register with the master some time after S3 answers.
 _READY_BUCKET: Final = "ready-check"
@@ -105,8 +103,8 @@ class SeaweedServer:
     Raises:
         UnsupportedError: SeaweedFS is not installed.
         InputError: the port is in use.
-        StoreUnavailableError: the server did not start, or it refuses the credentials made for it;
-            a note of the error (`__notes__`) holds the end of its log.
+        StoreUnavailableError: the server did not start; a note of the error (`__notes__`) holds the
+            end of its log.
     """
 
     def __init__(
@@ -284,17 +282,7 @@ class SeaweedServer:
                 store = open_store(url, self.storage_options, _IMPATIENT)
                 store.put("probe", b"ready")
                 store.get("probe", max_size_bytes=100)
-            except (errors.CredentialsError, errors.PermissionDeniedError) as error:
-                # Final; but it may come from another server on this port.
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    guardian.wait(_END_SECONDS)
-                self._check_running(guardian)
-                raise self._with_log(
-                    errors.StoreUnavailableError(
-                        f"SeaweedFS refuses the credentials that were made for it: {error.message}"
-                    )
-                ) from error
-            except errors.DcpObjstoreError as error:
+            except errors.DcpObjstoreError as error:  # perhaps of another server on this port
                 answer = error.message
             else:
                 return
