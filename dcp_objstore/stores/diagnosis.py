@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import urllib.request
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores.credentials import Credentials
@@ -94,18 +93,19 @@ def ask_region(spec: StoreSpec) -> str | None:
     """Send one HEAD of the bucket, without credentials; return its region, as AWS names it.
 
     Returns:
-        None if the answer has no `x-amz-bucket-region`, or there is no server.
+        None if the answer has no `x-amz-bucket-region`, or for another store than S3.
 
     Raises:
         StoreUnavailableError: no answer within 5 s; one may come only through a proxy.
         CredentialsError, ConfigError: as for the store.
     """
-    base = named_server(spec).endpoint_url or _own_server(spec)
-    if base is None or urlsplit(base).scheme not in ("http", "https"):
+    if spec.parsed.scheme != "s3" or not _has_credentials(spec):
         return None
-    bucket_url = f"{base.rstrip('/')}/{spec.parsed.bucket}"
-    request = urllib.request.Request(bucket_url, method="HEAD")
-    _, headers, _ = answer_to(request, tls_context(_verify(spec)), _TIMEOUT_SECONDS, spec.url)
+    server = named_server(spec)
+    base = server.endpoint_url or f"https://s3.{server.region}.amazonaws.com"
+    request = urllib.request.Request(f"{base.rstrip('/')}/{spec.parsed.bucket}", method="HEAD")
+    context = tls_context(parse(S3Options, spec.storage_options).verify)
+    _, headers, _ = answer_to(request, context, _TIMEOUT_SECONDS, spec.url)
     region: str | None = headers["x-amz-bucket-region"]
     return region
 
@@ -123,24 +123,3 @@ def named_server(spec: StoreSpec) -> NamedServer:
         found, region = s3_server(*find_credentials("s3", spec.storage_options, spec.stripped))
         endpoint = endpoint or found
     return NamedServer(endpoint, region)
-
-
-def _verify(spec: StoreSpec) -> bool | str:
-    if spec.parsed.scheme == "s3" and _has_credentials(spec):
-        return parse(S3Options, spec.storage_options).verify
-    verify = spec.storage_options.get("verify", True)
-    return verify if isinstance(verify, str) else bool(verify)
-
-
-def _own_server(spec: StoreSpec) -> str | None:
-    """The provider's own server for the bucket; None where there is none, or it is not known."""
-    scheme = spec.parsed.scheme
-    if scheme == "gs":
-        return "https://storage.googleapis.com"
-    if not _has_credentials(spec):
-        return None
-    settings, credentials = find_credentials(scheme, spec.storage_options, spec.stripped)
-    if scheme == "s3":
-        _, region = s3_server(settings, credentials)
-        return f"https://s3.{region}.amazonaws.com"
-    return f"https://{credentials.account_name}.blob.core.windows.net"
