@@ -63,6 +63,12 @@ def one_line(error: object) -> str:
     return first
 
 
+def add_advice(error: DcpObjstoreError, advice: str) -> None:
+    """Say one more thing to do about an error, unless it says so already."""
+    if advice not in (error.advice or ""):
+        error.advice = f"{error.advice}; {advice}" if error.advice else advice
+
+
 class DcpObjstoreError(Exception):
     """The base class of every error that this package raises.
 

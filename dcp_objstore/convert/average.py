@@ -11,8 +11,9 @@ import math
 import operator
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ _SHARES: dict[str, Callable[[int, int], float]] = {
     "linear": lambda number, _count: number + 1.0,
     "1-sqrt": lambda number, count: math.sqrt((number + 1) / count) - math.sqrt(number / count),
 }
+# Two numbers in each element, which torch converts to no other dtype.
+_PACKED = torch.float4_e2m1fn_x2
 # Weights whose sum is so small against them would blow up what the inputs differ in.
 _LEAST_SUM = 1e-6
 
@@ -206,9 +209,13 @@ def _normal(weights: Sequence[float] | str | None, count: int) -> list[float]:
     weights = list(weights)
     if len(weights) != count:
         raise ConfigError(f"there are {count} inputs and {len(weights)} weights")
-    if not all(isinstance(weight, int | float) and math.isfinite(weight) for weight in weights):
-        raise ConfigError(f"weights must be finite numbers, got {weights}")
-    total = math.fsum(weights)
+    total = math.nan
+    if all(isinstance(weight, Real) for weight in weights):
+        with suppress(OverflowError, ValueError):  # too large, or infinities of both signs
+            weights = [float(weight) for weight in weights]
+            total = math.fsum(weights)
+    if not math.isfinite(total):
+        raise ConfigError(f"weights must be finite numbers, and so must their sum: {weights}")
     if abs(total) <= _LEAST_SUM * max(map(abs, weights)):
         raise ConfigError(f"the weights sum to {total:g}, so there is no average: {weights}")
     return [weight / total for weight in weights]
@@ -258,8 +265,8 @@ def _averaged(spec: StoreSpec, stored: StoredCheckpoint, keys: Patterns) -> dict
         for key in matching(stored.items.keys, keys):
             saved = stored.items.tensor(key)
             dtype = None if saved is None else known_dtype(saved.dtype)
-            is_float = dtype is not None and dtype.is_floating_point
-            if saved is None or not (saved.shape or is_float):
+            is_float = dtype is not None and dtype.is_floating_point and dtype != _PACKED
+            if saved is None or dtype is None or not (saved.shape or is_float or dtype.is_complex):
                 continue  # a counter
             rows = stored.index.rows(key)
             is_pickled = stored.index.columns.pickled[rows.start : rows.stop].any()

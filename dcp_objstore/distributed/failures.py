@@ -275,7 +275,7 @@ def extended(error: DcpObjstoreError, suffix: str, rank: int | None = None) -> D
     return longer
 
 
-def advised(error: DcpObjstoreError, advice: str) -> DcpObjstoreError:
+def advised(error: DcpObjstoreError, advice: str | None) -> DcpObjstoreError:
     """Return a copy with this advice; the original may be raised again."""
     copied = copy.copy(error)
     copied.advice = advice

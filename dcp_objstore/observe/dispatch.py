@@ -303,7 +303,7 @@ class EventSettings:
         except Exception as error:
             raise ConfigError(
                 f"on_event={self.on_event!r} cannot be sent to another process, where this save"
-                " runs: use a function of a module or an object that can be pickled ({error})"
+                f" runs: use a function of a module or an object that can be pickled ({error})"
             ) from error
         return EventSettings, (self.on_event, self.trace)
 

@@ -205,7 +205,7 @@ def _run_load(
             asked = getattr(planner, "state_dict", {})
             advice = _advice(reader._left_out(), converted.left_out, asked) or advice
         texts = filter(None, (advice, _PARTLY if planner.reading else None))
-        raise advised(error, "; ".join(texts)).with_traceback(
+        raise advised(error, "; ".join(texts) or None).with_traceback(
             error.__traceback__
         ) from error.__cause__
     if converted.lacking and not current_rank():

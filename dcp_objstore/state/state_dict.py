@@ -389,7 +389,8 @@ def _named_errors(value: Any, path: Path, call: str) -> Iterator[None]:
         ):
             raise
         text = f"{call} of this {type(value).__name__} raised {type(error).__name__}: {error}"
-        if isinstance(value, torch.optim.Optimizer) and isinstance(error, KeyError):
+        loads_optimizer = call == "load_state_dict" and isinstance(value, torch.optim.Optimizer)
+        if loads_optimizer and isinstance(error, KeyError):
             text = f"another optimizer than {type(value).__name__} wrote this, without {error}"
         if isinstance(error, MemoryError | torch.OutOfMemoryError | OSError):
             raise RankFailedError(text, key=_name(path)) from error

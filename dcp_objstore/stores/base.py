@@ -126,7 +126,7 @@ class BaseStore(ABC, Generic[Place]):
             if source.left_parts:
                 shown = error if source.error is None else source.error
                 if isinstance(shown, errors.DcpObjstoreError):
-                    shown.advice = LEFTOVER_ADVICE
+                    errors.add_advice(shown, LEFTOVER_ADVICE)
                 else:
                     logger.warning("the upload of %s was not aborted; %s", key, LEFTOVER_ADVICE)
             if source.error is None:

@@ -33,7 +33,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from dcp_objstore.config import AUTO_MOST, TransferConfig, at_most
-from dcp_objstore.errors import DcpObjstoreError, UnsupportedError, UploadLostError
+from dcp_objstore.errors import (
+    DcpObjstoreError,
+    UnsupportedError,
+    UploadLostError,
+    add_advice,
+)
 from dcp_objstore.observe.dispatch import current_channel
 from dcp_objstore.observe.events import ObjectUploaded, PartUploaded
 from dcp_objstore.observe.report import logger
@@ -415,7 +420,7 @@ def run_watched(
         except FutureTimeoutError:
             leftover = f"the request did not end: {LEFTOVER_ADVICE}"
         if leftover and isinstance(error, DcpObjstoreError):
-            error.advice = leftover
+            add_advice(error, leftover)
         elif leftover:
             logger.warning("%s was stopped; %s", what, leftover)
         raise

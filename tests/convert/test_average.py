@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -237,6 +238,7 @@ def test_it_says_what_it_is_made_of(run: list[str], bucket: Bucket) -> None:
 def test_named_weights_sum_to_one_and_stand_for_their_decay() -> None:
     assert average._normal(None, 4) == average._normal("uniform", 4) == [0.25] * 4
     assert average._normal("linear", 3) == [1 / 6, 2 / 6, 3 / 6]
+    assert average._normal([np.float32(1), 3], 2) == [0.25, 0.75]
     shares = average._normal("1-sqrt", 9)
     assert math.isclose(sum(shares), 1)
     # What the updates before input i count in the end is what is left of the learning rate there.
@@ -277,6 +279,23 @@ def test_what_does_not_fit_is_refused_by_its_key_before_anything_is_written(
 
 
 @pytest.mark.parametrize(
+    "tensor",
+    [torch.tensor(1j), torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)],
+    ids=["complex without dimensions", "packed"],
+)
+def test_a_tensor_that_cannot_be_averaged_is_not_taken_from_the_newest(
+    tmp_path: Path, tensor: torch.Tensor
+) -> None:
+    urls = [f"file://{tmp_path}/step-{step}" for step in range(2)]
+    for url in urls:
+        dos.save({"model": {"w": tensor}}, url, progress=False)
+    with pytest.raises(StateMismatchError, match="leave it out") as caught:
+        dos.average(urls, f"file://{tmp_path}/average", progress=False)
+    assert (caught.value.key, caught.value.url) == ("model.w", urls[0])
+    assert not (tmp_path / "average").exists()
+
+
+@pytest.mark.parametrize(
     ("weights", "word"),
     [
         ([1.0, 2.0], "3 inputs and 2 weights"),
@@ -285,6 +304,10 @@ def test_what_does_not_fit_is_refused_by_its_key_before_anything_is_written(
         ([0.0, 0.0, 0.0], "sum to 0"),
         ([1.0, math.nan, 1.0], "finite"),
         ([1.0, math.inf, 1.0], "finite"),
+        ([1.0, math.inf, -math.inf], "finite"),
+        ([1e308, 1e308, 1e308], "finite"),
+        ([10**400, 1, 1], "finite"),
+        (["1", "2", "3"], "finite"),
         ("sqrt", "1-sqrt"),
     ],
 )

@@ -25,7 +25,7 @@ import dcp_objstore as dos
 from dcp_objstore.config import at_most
 from dcp_objstore.observe import events
 from dcp_objstore.observe.bar import Bar
-from dcp_objstore.observe.dispatch import Channel
+from dcp_objstore.observe.dispatch import Channel, EventSettings
 from dcp_objstore.observe.events import AnyEvent
 from dcp_objstore.observe.trace import _NAMES
 from dcp_objstore.stores import StoreSpec
@@ -454,6 +454,12 @@ def process_mode(rank: int, world: int, root: str) -> None:
         else:
             with pytest.raises(dos.errors.ConfigError, match="cannot be sent to another process"):
                 saved.result()
+
+
+def test_a_callback_that_cannot_be_sent_is_refused_with_the_reason():
+    with pytest.raises(dos.errors.ConfigError) as caught:
+        pickle.dumps(EventSettings(lambda _: None, None))
+    assert str(caught.value.__cause__) in caught.value.message
 
 
 # Traces -----------------------------------------------------------------------------------------

@@ -275,6 +275,13 @@ def test_a_rank_asks_for_its_own_value_or_for_all(monkeypatch, rank, wants_all):
     assert set(one.unexpected) == {"rng.x", "other.0"}
 
 
+def test_an_error_that_nothing_is_advised_about_has_no_advice():
+    dos.save({"w": torch.ones(3)}, url := memory_url(), progress=False)
+    with pytest.raises(StateMismatchError, match="shape") as caught:
+        dos.load({"w": torch.ones(4)}, url, progress=False)
+    assert caught.value.advice is None
+
+
 def test_a_part_of_the_state_that_is_missing_is_named_once():
     text = refusal({"w": 1, "plan.a": 1, "plan.b": 1}, saved({"w": 1}))
     assert "in 1 key:\n  plan: none of its 2 keys" in text

@@ -413,6 +413,16 @@ def test_tensors_that_an_object_makes_of_a_load_are_no_inference_tensors():
     assert held.held["mean"].tolist() == [2.0, 2.0, 2.0]
 
 
+def test_a_save_of_an_optimizer_that_lost_a_parameter_says_what_its_state_dict_raised():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    del optimizer.param_groups[0]["params"][0]
+    with pytest.raises(StateMismatchError, match=r"state_dict of this Adam raised KeyError"):
+        dos.save({"model": model, "optimizer": optimizer}, memory_url(), progress=False)
+
+
 def test_an_error_of_a_values_own_methods_names_the_value():
     class Fails(Held):
         def state_dict(self) -> Any:

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import ObjectNotFoundError, StoreUnavailableError
+from dcp_objstore.errors import CredentialsError, ObjectNotFoundError, StoreUnavailableError
 from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.stores.local import LocalStore
-from dcp_objstore.stores.protocol import ObjectMeta, Version
+from dcp_objstore.stores.protocol import LEFTOVER_ADVICE, ObjectMeta, Version
 from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.threads import spawn
 
@@ -51,6 +51,19 @@ def test_the_buffer_of_a_request_that_failed_dies_with_the_error(transport):
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_what_is_left_of_an_upload_is_said_after_the_advice_of_its_error(store, monkeypatch):
+    def expire(_self, _place, source, *_):
+        source.left_parts = True
+        raise expired
+
+    expired = CredentialsError("expired", advice="log in again")
+    monkeypatch.setattr(LocalStore, "_put_stream", expire)
+    for _ in range(2):  # what stops a transfer may pass through several uploads
+        with pytest.raises(CredentialsError) as caught:
+            store.put_stream("k", iter([b"x"]), part_size_bytes=PART_BYTES, max_concurrency=1)
+        assert caught.value.advice == f"log in again; {LEFTOVER_ADVICE}"
 
 
 def test_errors_that_were_raised_in_a_circle_are_raised_like_others(store):

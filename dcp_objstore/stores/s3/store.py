@@ -25,6 +25,7 @@ from dcp_objstore.errors import (
     PreconditionFailedError,
     StoreUnavailableError,
     UnsupportedError,
+    add_advice,
 )
 from dcp_objstore.stores import errors
 from dcp_objstore.stores.base import BaseStore, WatchedBuffers, cut_parts, cut_range
@@ -268,13 +269,14 @@ class S3Store(BaseStore["dict[str, str]"]):
                     raise CorruptDataError(f"{source.url} has only {meta.size_bytes} bytes")
             return self._named(place, upload.complete())
         except BaseException as error:
-            leftover_advice = None if upload.abort() else LEFTOVER_ADVICE
-            is_complete = isinstance(error, DcpObjstoreError) and not leftover_advice
+            is_aborted = upload.abort()
+            is_complete = isinstance(error, DcpObjstoreError) and is_aborted
             if is_complete or not isinstance(error, Exception):
                 raise
             translated = self._translate(error)
             translated.message += f" (in a copy of {', '.join(looked_at)})"
-            translated.advice = leftover_advice or translated.advice
+            if not is_aborted:
+                add_advice(translated, LEFTOVER_ADVICE)
             raise translated from error
 
     def _of(self, place: Mapping[str, str], source: CopySource) -> dict[str, str]:
