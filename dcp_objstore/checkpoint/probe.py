@@ -105,8 +105,10 @@ def require_fencing(
     if not capabilities.conditional_create:
         if not allow_unfenced:
             raise UnsupportedError(
-                "two writers can meet here: a PUT with `If-None-Match: *` replaces an object",
-                advice="use another store, or, if one job alone saves here, allow_unfenced=True",
+                "this store does not keep two writers apart: a PUT with `If-None-Match: *` replaced"
+                " an object",
+                advice="use a store with conditional writes, or, if only one job ever saves here,"
+                " pass allow_unfenced=True",
                 url=store.url,
             )
         logger.warning(

@@ -184,7 +184,8 @@ class ItemRead:
                 raise UntrustedPickleError(
                     f"the stored tensor needs {needed}, which could run code when it is unpickled",
                     advice="if you know it to be harmless, declare it by"
-                    " torch.serialization.add_safe_globals; or pass trust_pickle=True",
+                    " torch.serialization.add_safe_globals; or pass trust_pickle=True if you"
+                    " trust the author of this checkpoint",
                     key=key,
                 ) from error
             raise self._not_built(error, body) from error

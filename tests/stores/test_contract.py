@@ -104,7 +104,7 @@ class TestUnfenced(BucketContract):
         return TestBucket().store_at(endpoint_url)
 
     def assert_refused(self, store: ObjectStore, key: str, precondition: Precondition) -> None:
-        with pytest.raises(UnsupportedError, match="two writers can meet"):
+        with pytest.raises(UnsupportedError, match="two writers apart"):
             require_fencing(store, replaces=True, allow_unfenced=False)
 
     def test_a_prefix_of_keys_is_no_object(self, bucket):
