@@ -20,6 +20,7 @@ from dcp_objstore.cli.options import (
 )
 from dcp_objstore.cli.terminal import print_json, say
 from dcp_objstore.errors import ConfigError
+from dcp_objstore.observe.report import SaveReport
 
 _Rename: TypeAlias = Annotated[
     list[str] | None,
@@ -169,13 +170,9 @@ def average(
         storage_options=chosen(),
         trust_pickle=trust_pickle,
     )
-    if as_json:
-        print_json(report)
-        return
-    say(f"averaged {len(steps)} steps, {steps[0].url} to {steps[-1].url}")
-    if not (sys.stdout.isatty() and sys.stderr.isatty()):  # the progress bar has left such a line
-        say(str(report))
-    say(f"commit {report.commit_id}")
+    if not as_json:
+        say(f"averaged {len(steps)} steps, {steps[0].url} to {steps[-1].url}")
+    _print_report(report, as_json=as_json)
 
 
 def copy(
@@ -203,9 +200,10 @@ def copy(
 
 def _print_report(report: object, *, as_json: bool) -> None:
     """Print what was written, for people or as one JSON object."""
+    is_on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
     if as_json:
         print_json(report)
-    else:
+    elif not (isinstance(report, SaveReport) and is_on_terminal):  # there a save's bar has left it
         say(*str(report).splitlines())
 
 

@@ -315,3 +315,12 @@ def test_ls_shows_which_steps_do_not_count_any_more(tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         print_checkpoints(url, as_json=True)
     assert caught.value.code == 4
+
+
+def test_import_prints_its_result_once_on_a_terminal_and_in_a_pipe(tmp_path):
+    torch.save({"w": torch.ones(3)}, tmp_path / "w.pt")
+    for name, printed in (
+        ("a", on_terminal(200, "import", f"{tmp_path}/w.pt", f"file://{tmp_path}/a")),
+        ("b", run_here("import", f"{tmp_path}/w.pt", f"file://{tmp_path}/b").stdout),
+    ):
+        assert printed.count(f"saved file://{tmp_path}/{name}") == 1
