@@ -45,7 +45,7 @@ def check_number(
     fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not fits or not value >= least:  # type: ignore[operator]  # NaN is not
         kind = f"{unless}{'an integer' if whole else 'a number'}"
-        raise ConfigError(f"{name} must be {kind} of at least {least:g}, got {value!r}")
+        raise ConfigError(f"{name} must be {kind} of at least {least:.12g}, got {value!r}")
 
 
 def processors() -> int:

@@ -380,3 +380,8 @@ def test_a_kept_error_is_let_go_once_it_was_raised(url):
 def test_settings_that_mean_nothing_are_refused(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         dos.ObjectStoreReader("memory://bucket/step", **settings)
+
+
+def test_a_limit_is_named_in_full():
+    with pytest.raises(ConfigError, match="at least 4194304,"):
+        dos.TransferConfig(request_size_bytes=1)
