@@ -426,7 +426,7 @@ def load_untrusted(rank: int, world_size: int, job: Job) -> list[str]:
                 trainer.fit(module, data, ckpt_path="last")
                 said.append(type(module.restored).__name__)
             except dos.errors.UntrustedPickleError as error:
-                said.append(error.message)
+                said.append(str(error))
         return said
 
 
