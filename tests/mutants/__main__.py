@@ -1,4 +1,4 @@
-"""Put slips into the core, one at a time, and see which the tests notice.
+"""Put slips into the package, one at a time, and see which the tests notice.
 
     python -m tests.mutants --gather              which test reaches which line
     python -m tests.mutants --gather tests/run    the same of these tests only

@@ -29,25 +29,19 @@ if TYPE_CHECKING:
     from tests.mutants.mutations import Mutant
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "dcp_objstore"
 FOLDER = "DCP_MUTANTS_REACH"
-ROOMS = (
-    *("checkpoint", "read", "write", "transfer", "run", "state"),
-    *("stores/admission", "stores/ranges.py"),
-)
 _TEST = "PYTEST_CURRENT_TEST"
-# Tests that reach a module in a program of their own, which the tracer does not see.
+# Modules of which nearly all runs in a program of its own, which the tracer does not see.
 _UNSEEN = {
     f"dcp_objstore/{module}.py": "tests/compat/test_hostile_inputs.py"
     for module in ("read/item_read", "read/stored_checkpoint", "checkpoint/index")
 }
 
 
-def sources(rooms: tuple[str, ...] = ROOMS) -> list[Path]:
-    """The modules of the rooms, relative to the tree."""
-    package = ROOT / "dcp_objstore"
-    found = [package / room for room in rooms]
-    files = [[room] if room.suffix else sorted(room.rglob("*.py")) for room in found]
-    return [file.relative_to(ROOT) for room in files for file in room]
+def sources() -> list[Path]:
+    """The modules of the package, relative to the tree."""
+    return [file.relative_to(ROOT) for file in sorted(PACKAGE.rglob("*.py"))]
 
 
 def keys_of(file: str, text: str) -> list[str]:
@@ -83,10 +77,7 @@ class _Tracer:
         self.coverage = Coverage(
             data_file=None,
             config_file=False,
-            include=[
-                str(ROOT / "dcp_objstore" / (room if room.endswith(".py") else f"{room}/*"))
-                for room in ROOMS
-            ],
+            include=[str(PACKAGE / "*")],
             context=test,
             messages=False,
         )
@@ -221,7 +212,9 @@ class Reach:
                 found |= self._tests.get(keys[number], set())
         if unseen := _UNSEEN.get(mutant.file):
             found.update(test for test in self._seconds if test.startswith(unseen))
-        return found & self._seconds.keys()
+        found &= self._seconds.keys()
+        # A line that only programs reach, such as a command's: the tests of its room.
+        return found or {test for test in self._seconds if test.startswith(_near(mutant.file))}
 
     def _way(self, test: str, mutant: Mutant) -> frozenset[str]:
         """The lines that a test reaches of the function with a mutant."""
@@ -265,6 +258,12 @@ class Reach:
             first.setdefault(groups[test], rank[test])
         order = sorted(chosen, key=lambda one: (groups[one][0], first[groups[one]], rank[one]))
         return {test: chosen[test] for test in order}
+
+
+def _near(file: str) -> str:
+    """What the names of the tests of a module's room begin with."""
+    module = Path(file).relative_to("dcp_objstore")
+    return f"tests/{module.parts[0]}/" if len(module.parts) > 1 else f"tests/test_{module.stem}"
 
 
 @functools.cache
