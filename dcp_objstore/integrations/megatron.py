@@ -62,13 +62,16 @@ from dcp_objstore.write.async_save import AsyncSaveHandle, BackgroundSaves, begi
 from dcp_objstore.write.planner import AgreeingSavePlanner
 
 TRACKER = "latest_checkpointed_iteration.txt"
+# A note in the marker of a checkpoint that `dist_checkpointing.save` has written. Megatron's other
+# formats (`torch_dcp`) are saved by torch's FileSystemWriter, and have no `metadata.json`.
+_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 # What Megatron reads of a committed checkpoint. Digests of ours are verified by every load, so its
 # own list of them is empty.
-_OF_COMMIT = {
-    "metadata.json": json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}),
-    "integrity.json": json.dumps({"algorithm": "sha256", "files": {}}),
+_OF_COMMIT: Mapping[str, Mapping[str, Any]] = {
+    "metadata.json": _FORMAT,
+    "integrity.json": {"algorithm": "sha256", "files": {}},
 }
-_DESCRIBED: Mapping[str, Any] = {"metrics": None, "user_metadata": None}
+_DESCRIBED: Mapping[str, Any] = {"metrics": None, "user_metadata": _FORMAT}
 _MOST_BYTES = 2**32  # of a file that is read whole, such as `common.pt` of an older Megatron
 _ITERATION = re.compile(r"iter_([0-9]{7,17})\Z")
 
@@ -267,16 +270,20 @@ def _body(spec: StoreSpec) -> bytes | None:
         return None
     if name == TRACKER and (tracked := _tracked(folder)) is not None:
         return tracked.encode()
-    if name in _OF_COMMIT and _is_committed(folder):
-        return _OF_COMMIT[name].encode()
+    noted = _note(folder) if name in _OF_COMMIT else None
+    if noted is not None and _FORMAT.items() <= noted.items():
+        return json.dumps(_OF_COMMIT[name]).encode()
     with contextlib.suppress(ObjectNotFoundError):
         return folder.open().get(name, max_size_bytes=_MOST_BYTES)[0]
     return None
 
 
-def _is_committed(checkpoint: StoreSpec) -> bool:
+def _note(checkpoint: StoreSpec) -> Mapping[str, Any] | None:
+    """Return the `user_metadata` of a committed checkpoint, or None if there is none."""
     stored = read_marker(checkpoint.open())
-    return stored is not None and stored.record.is_committed
+    if stored is None or not stored.record.is_committed:
+        return None
+    return stored.record.user_metadata
 
 
 def _tracked(run: StoreSpec) -> str | None:
@@ -284,7 +291,7 @@ def _tracked(run: StoreSpec) -> str | None:
     newest = newest_step(run, ITERATIONS)
     if newest is not None:
         return str(newest)
-    return "release" if _is_committed(run.child("release")) else None
+    return "release" if _note(run.child("release")) is not None else None
 
 
 class _Path:
@@ -473,7 +480,7 @@ def _parts(spec: StoreSpec, strategy: Any, state: Any) -> _Parts:
 
 def _settings(spec: StoreSpec) -> dict[str, Any]:
     """Return the arguments of a save of a checkpoint that is not an iteration of a run."""
-    own = {"overwrite": _Installed.overwrite, "progress": False}
+    own = {"overwrite": _Installed.overwrite, "progress": False, "user_metadata": _FORMAT}
     return {**_access(spec), **_Installed.saving, **own}
 
 

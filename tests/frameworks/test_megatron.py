@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -501,27 +502,16 @@ class FusedAdam(torch.optim.Optimizer):
                 parameter.sub_(state["exp_avg"], alpha=group["lr"])
 
 
-def training(url: str, tp: int, pp: int, flags: str) -> tuple[list[Any], Any]:
-    """Set up Megatron-LM's arguments; a GPTModel and its distributed optimizer."""
+def set_arguments(url: str, tp: int, pp: int, flags: str) -> None:
+    """Set what Megatron-LM's command line would set."""
     from megatron.core import num_microbatches_calculator as microbatches
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.training import async_utils, global_vars
     from megatron.training.arguments import parse_args
 
-    model = model_of(tp, pp)
-    sharded = DistributedDataParallelConfig(use_distributed_optimizer=True)
-    wrapped = [DistributedDataParallel(model.config, sharded, model)]
-    settings = OptimizerConfig(use_distributed_optimizer=True, lr=0.1)
-    apex = dict.fromkeys(("HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER"), True)
-    mock.patch.multiple("megatron.core.optimizer.distrib_optimizer", **apex).start()
-    ours: dict[str, Any] = {"Adam": FusedAdam, "USING_PYTORCH_OPTIMIZER": False}
-    with mock.patch.multiple("megatron.core.optimizer", **ours):
-        optimizer = get_megatron_optimizer(settings, wrapped)
     argv = (
         "pretrain_gpt.py --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16"
         " --max-position-embeddings 16 --micro-batch-size 1 --save-interval 10 --no-save-rng"
-        f" --no-load-rng --save {url} --load {url} --use-distributed-optimizer --async-save"
+        f" --no-load-rng --save {url} --load {url} --async-save"
         f" --async-strategy mcore --tensor-model-parallel-size {tp} --ckpt-format torch_dist"
         f" --pipeline-model-parallel-size {pp} --ckpt-assume-constant-structure {flags}"
     )
@@ -536,7 +526,53 @@ def training(url: str, tp: int, pp: int, flags: str) -> tuple[list[Any], Any]:
     async_utils._async_calls_queue = None
     microbatches.destroy_num_microbatches_calculator()
     microbatches.init_num_microbatches_calculator(args.rank, None, 8, 1, 1)
+
+
+def training(url: str, tp: int, pp: int, flags: str) -> tuple[list[Any], Any]:
+    """Set up Megatron-LM's arguments; a GPTModel and its distributed optimizer."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    model = model_of(tp, pp)
+    sharded = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    wrapped = [DistributedDataParallel(model.config, sharded, model)]
+    settings = OptimizerConfig(use_distributed_optimizer=True, lr=0.1)
+    apex = dict.fromkeys(("HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER"), True)
+    mock.patch.multiple("megatron.core.optimizer.distrib_optimizer", **apex).start()
+    ours: dict[str, Any] = {"Adam": FusedAdam, "USING_PYTORCH_OPTIMIZER": False}
+    with mock.patch.multiple("megatron.core.optimizer", **ours):
+        optimizer = get_megatron_optimizer(settings, wrapped)
+    set_arguments(url, tp, pp, f"--use-distributed-optimizer {flags}")
     return wrapped, optimizer
+
+
+def fully_sharded(url: str) -> tuple[list[Any], Any, Any]:
+    """As `training`, with torch's FSDP2 (`--use-torch-fsdp2`)."""
+    from megatron.core.distributed import (
+        DistributedDataParallelConfig,
+        TorchFullyShardedDataParallel,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from torch.distributed import DeviceMesh
+
+    model = model_of(1, 1, transformer_impl="local")
+    on_gpus = DeviceMesh.from_group
+    on_cpus = mock.patch.object(
+        DeviceMesh, "from_group", lambda group, _device: on_gpus(group, "cpu")
+    )
+    with on_cpus:
+        wrapped = [
+            TorchFullyShardedDataParallel(model.config, DistributedDataParallelConfig(), model)
+        ]
+    ours: dict[str, Any] = {"Adam": torch.optim.AdamW, "USING_PYTORCH_OPTIMIZER": True}
+    with mock.patch.multiple("megatron.core.optimizer", **ours):
+        optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), wrapped)
+    scheduler = OptimizerParamScheduler(
+        optimizer, 0.1, 0.1, 0.1, 0, 100, "constant", 0.1, 0.1, 100, "constant"
+    )
+    set_arguments(url, 1, 1, "--use-torch-fsdp2")
+    return wrapped, optimizer, scheduler
 
 
 def elements(wrapped: list[Any], optimizer: Any) -> dict[str, float]:
@@ -603,6 +639,77 @@ def test_the_reshardable_optimizer_loads_in_another_layout(crew, bucket):
     other = run(crew, 2, pretrain, bucket, 2, 1, flags, 10)
     assert [iteration for iteration, _, _ in other] == [10, 10]
     assert {(loaded["least"], loaded["most"]) for _, loaded, _ in other} == {moments}
+
+
+def train_fully_sharded(
+    url: str, install: Any, until: int
+) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Resume, train and save with FSDP2; what was loaded, and what was saved last."""
+    from megatron.training import async_utils, checkpointing
+    from torch.distributed.tensor import DTensor
+
+    def elements_of() -> dict[str, torch.Tensor]:
+        """The parameters and their state, each as one tensor; Megatron loads plain local ones."""
+        adam, values = optimizer.chained_optimizers[0].optimizer, {}
+        for name, parameter in wrapped[0].named_parameters():
+            at = parameter.device_mesh, parameter.placements
+            for part, value in {"weight": parameter, **adam.state.get(parameter, {})}.items():
+                is_local = part != "step" and not isinstance(value, DTensor)
+                sharded = DTensor.from_local(value, *at) if is_local else value
+                whole = sharded if part == "step" else sharded.full_tensor()
+                values[f"{name} {part}"] = whole.detach().clone()
+        return values
+
+    # In torch 2.13, `to_local` of a parameter is another tensor each time; Megatron looks for it.
+    local = mock.patch(
+        "megatron.core.dist_checkpointing.optimizer.to_local_if_dtensor",
+        lambda tensor: getattr(tensor, "_local_tensor", tensor),
+    )
+    wrapped, optimizer, scheduler = fully_sharded(url)
+    context: dict[str, Any] = {}
+    with install(), local, torch.no_grad():
+        iteration, _ = checkpointing.load_checkpoint(
+            wrapped, optimizer, scheduler, checkpointing_context=context
+        )
+        loaded = elements_of()
+        for step in range(iteration + 10, until + 1, 10):
+            for parameter in wrapped[0].parameters():
+                parameter.grad = torch.full_like(parameter, step / 7)
+            optimizer.step()
+            checkpointing.save_checkpoint(
+                step, wrapped, optimizer, scheduler, 0, checkpointing_context=context
+            )
+            async_utils.maybe_finalize_async_save(blocking=True)
+    return iteration, loaded, elements_of()
+
+
+# Not `--ckpt-format torch_dcp`: 0.19 asks `ChainedOptimizer.state_dict` for what it does not take.
+def test_a_fully_sharded_model_resumes_on_other_ranks_bit_for_bit(crew, bucket):
+    first = run(crew, 4, train_fully_sharded, bucket, 20)
+    assert kept(bucket) == ["iter_0000010", "iter_0000020"]
+    for iteration, loaded, _ in run(crew, 2, train_fully_sharded, bucket, 20):
+        assert iteration == 20
+        assert loaded.keys() == first[0][2].keys()
+        for name, value in loaded.items():
+            assert torch.equal(value, first[0][2][name]), name
+
+
+def formats(url: str, install: Any) -> list[str]:
+    """What Megatron takes a checkpoint for: one of each of its ways to save."""
+    from megatron.core import dist_checkpointing
+    from megatron.training.checkpointing import _get_checkpoint_format
+    from torch.distributed import checkpoint as dcp
+
+    with install():
+        dist_checkpointing.save(small_state(1), f"{url}/iter_0000001")
+        writer = dcp.FileSystemWriter(f"{url}/other/one")  # as `--ckpt-format torch_dcp` does it
+        dcp.save({"weight": torch.ones(2)}, storage_writer=writer)
+        places = [f"{url}/{name}" for name in ("iter_0000001", "other/one")]
+        return [_get_checkpoint_format(at, types.SimpleNamespace()) for at in places]
+
+
+def test_a_checkpoint_is_of_the_format_in_which_it_was_saved(crew, bucket):
+    assert run(crew, 1, formats, bucket) == [["torch_dist", "torch_dcp"]]
 
 
 # --- what Megatron has written, and paths that stay its own
