@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -25,17 +26,30 @@ def test_bytes_that_two_threads_report_at_once_are_both_counted():
     assert progress.moved_bytes == 3
 
 
+def test_bytes_reported_during_a_report_are_counted():
+    """As when a report frees the last reference to a buffer."""
+    calls: list[float] = []
+
+    def clock() -> float:
+        calls.append(time.monotonic())
+        if len(calls) == 2:
+            progress.moved(2)
+        return calls[-1]
+
+    progress = Progress(60, clock=clock)
+    thread = spawn(lambda: progress.moved(1), "finalizer")
+    thread.join(10)
+    assert not thread.is_alive()
+    assert progress.moved_bytes == 3
+
+
 def test_a_transfer_has_stalled_when_nothing_has_moved_for_longer_than_the_time_out():
     now = 100.0
     progress = Progress(5.0, clock=lambda: now)
-    now += 5
-    progress.check_stalled("o")
-    progress.moved(1)
-    now += 5
-    progress.check_stalled("o")
-    progress.alive()
-    now += 5
-    progress.check_stalled("o")
+    for report in (lambda: progress.moved(1), progress.alive, lambda: None):
+        now += 5
+        progress.check_stalled("o")
+        report()
     now += 0.1
     with pytest.raises(TransferStalledError):
         progress.check_stalled("o")

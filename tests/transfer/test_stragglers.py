@@ -18,30 +18,23 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import CorruptDataError, StoreUnavailableError, TransferStalledError
-from dcp_objstore.observe.events import Retried
+from dcp_objstore.observe.events import Loaded, Retried
 from dcp_objstore.observe.report import counted
-from dcp_objstore.stores import open_store
-from dcp_objstore.stores.admission.limiter import RETRY_BUDGET, limiter_of
+from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.admission.window import Window
 from dcp_objstore.stores.obstore.direct import DirectLane
-from dcp_objstore.stores.protocol import RangeReading
-from dcp_objstore.stores.ranges import FetchedSource, Range
+from dcp_objstore.stores.ranges import Range
 from dcp_objstore.transfer.download import _Shared, fetch_ranges
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span
 from dcp_objstore.transfer.stragglers import StragglerError, Stragglers
-from tests.support.listening import heard_channel, of
+from tests.support.campaign import cases
+from tests.support.listening import Heard, heard_channel, of
 from tests.support.proxy import Asked, NetworkProxy
 from tests.support.slow_sink import SlowSink
+from tests.support.stub_stores import Stub, join_downloads, memory_store, requests_of
 
 # --- which wait is slow
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Waits:
@@ -53,12 +46,22 @@ class Waits:
     """
 
     def __init__(self, requests: int = 100, ended: int = 20) -> None:
-        self.clock = Clock()
-        self.stragglers: Stragglers[str] = Stragglers(requests, self.clock)
+        self.now = 0.0
+        self.stragglers: Stragglers[str] = Stragglers(requests, lambda: self.now)
         self.answers: list[str | None] = []
         for number in range(ended):
-            with self.stragglers.waiting(f"ended {number}", (1 + number % 4) * MIB):
-                self.clock.now += 0.1 * (1 + number % 4)
+            with self.waiting(f"ended {number}", 1 + number % 4):
+                self.now += 0.1 * (1 + number % 4)
+
+    def waiting(self, key: str, mib: int = 1) -> contextlib.AbstractContextManager[None]:
+        return self.stragglers.waiting(key, mib * MIB)
+
+    def end_after(self, seconds: float, key: str = "a") -> str | None:
+        """Return whether a wait is taken away at this age."""
+        with contextlib.suppress(StragglerError), self.waiting(key):
+            self.now += seconds
+            self.taken()
+        return self.answers[-1]
 
     def taken(self, give_up: Callable[[str], bool] = lambda key: True) -> str | None:
         self.answers.append(self.stragglers.take(give_up))
@@ -67,30 +70,26 @@ class Waits:
 
 def test_a_wait_far_longer_than_the_others_is_taken_byte_for_byte():
     waits = Waits()
-    with pytest.raises(StragglerError), waits.stragglers.waiting("four", 4 * MIB):
-        waits.clock.now += 1.5
+    with pytest.raises(StragglerError), waits.waiting("four", 4):
+        waits.now += 1.5
         waits.taken()  # nothing: less than 4 times as long as 4 MiB take
-        with pytest.raises(StragglerError), waits.stragglers.waiting("one", MIB):
-            waits.clock.now += 0.2
+        with pytest.raises(StragglerError), waits.waiting("one"):
+            waits.now += 0.2
             waits.taken()
             waits.taken()  # nothing: 0.2 s are little
-            waits.clock.now += 0.6
+            waits.now += 0.6
             waits.taken()
             waits.taken()
     assert waits.answers == [None, "four", None, "one", None]
 
 
-def test_among_fast_waits_one_is_slow_only_after_three_quarters_of_a_second():
+@pytest.mark.parametrize(("seconds", "answer"), [(0.75, None), (0.76, "a")])
+def test_among_fast_waits_one_is_slow_only_after_three_quarters_of_a_second(seconds, answer):
     waits = Waits(ended=0)
     for _ in range(8):
-        with waits.stragglers.waiting("fast", MIB):
+        with waits.waiting("fast"):
             pass
-    with pytest.raises(StragglerError), waits.stragglers.waiting("a", MIB):
-        waits.clock.now = 0.75
-        waits.taken()
-        waits.clock.now = 0.76
-        waits.taken()
-    assert waits.answers == [None, "a"]
+    assert waits.end_after(seconds) == answer
 
 
 @pytest.mark.parametrize(
@@ -99,30 +98,26 @@ def test_among_fast_waits_one_is_slow_only_after_three_quarters_of_a_second():
 def test_what_waits_usually_take_is_that_of_the_last_64(slow, seconds, answer):
     waits = Waits()
     for number in range(100 + slow):
-        with waits.stragglers.waiting("ended", MIB):
-            waits.clock.now += 0.1 if number < 100 else 10
-    with contextlib.suppress(StragglerError), waits.stragglers.waiting("a", MIB):
-        waits.clock.now += seconds
-        waits.taken()
-    assert waits.answers == [answer]
+        with waits.waiting("ended"):
+            waits.now += 0.1 if number < 100 else 10
+    assert waits.end_after(seconds) == answer
 
 
 def test_bytes_that_waited_in_a_buffer_make_no_other_wait_slow():
     """A worker that reads four slow connections in turn waits for a quarter of the pieces only."""
-    waits = Waits(ended=0)
-    clock, read_at = waits.clock, dict.fromkeys("abcd", 0.0)
+    waits, read_at = Waits(ended=0), dict.fromkeys("abcd", 0.0)
     for key in "abcd" * 4:
         with waits.stragglers.waiting(key, 4 * MIB, since=read_at[key]):
             if key == "a":
-                clock.now += 2.5
+                waits.now += 2.5
                 assert waits.taken() is None
-        read_at[key] = clock.now
+        read_at[key] = waits.now
 
 
 def test_whatever_a_wait_that_was_taken_ends_with_its_bytes_are_not_used():
     waits = Waits()
-    with pytest.raises(StragglerError), waits.stragglers.waiting("a", MIB):
-        waits.clock.now += 9
+    with pytest.raises(StragglerError), waits.waiting("a"):
+        waits.now += 9
         waits.taken()
         raise StoreUnavailableError("late")
     assert waits.answers == ["a"]
@@ -130,115 +125,93 @@ def test_whatever_a_wait_that_was_taken_ends_with_its_bytes_are_not_used():
 
 def test_of_the_slow_waits_the_longest_that_can_be_given_up_is_taken():
     waits = Waits()
-    with waits.stragglers.waiting("a", MIB):
-        waits.clock.now += 5
-        with pytest.raises(StragglerError), waits.stragglers.waiting("b", MIB):
-            waits.clock.now += 5
-            with waits.stragglers.waiting("c", MIB):
-                waits.clock.now += 5
+    with waits.waiting("a"):
+        waits.now += 5
+        with pytest.raises(StragglerError), waits.waiting("b"):
+            waits.now += 5
+            with waits.waiting("c"):
+                waits.now += 5
                 waits.taken(lambda key: False)
                 waits.taken(lambda key: key != "a")
     assert waits.answers == [None, "b"]
 
 
-def test_no_wait_ends_while_it_is_taken_away():
-    """Its bytes would be used, and then those of the second answer as well."""
+def test_no_wait_begins_or_ends_while_one_is_taken_away():
+    """Bytes of one that ends would be used, and then those of the second answer as well."""
     waits, began, leave = Waits(), threading.Event(), threading.Event()
     outcomes: list[str] = []
 
     def wait() -> None:
-        try:
-            with waits.stragglers.waiting("a", MIB):
+        with contextlib.suppress(StragglerError):
+            with waits.waiting("a"):
                 began.set()
                 leave.wait(30)
             outcomes.append("used")
-        except StragglerError:
-            outcomes.append("dropped")
+
+    def begin() -> None:
+        with waits.waiting("b"):
+            outcomes.append("begun")
 
     def give_up(key: str) -> bool:
         leave.set()
-        worker.join(0.1)
+        other.start()
+        for thread in (worker, other):
+            thread.join(0.1)
+        outcomes.append("taken")
         return True
 
-    worker = threading.Thread(target=wait)
+    worker, other = (threading.Thread(target=target) for target in (wait, begin))
     worker.start()
     assert began.wait(30)
-    waits.clock.now += 9
+    waits.now += 9
     try:
         assert waits.taken(give_up) == "a"
     finally:
         worker.join(30)
-    assert outcomes == ["dropped"]
+        other.join(30)
+    assert outcomes == ["taken", "begun"]
 
 
-def test_no_wait_begins_while_the_waits_are_looked_at():
-    waits, begun = Waits(), threading.Event()
-    began_meanwhile: list[bool] = []
-
-    def wait() -> None:
-        with waits.stragglers.waiting("b", MIB):
-            begun.set()
-
-    def give_up(key: str) -> bool:
-        worker.start()
-        began_meanwhile.append(begun.wait(0.1))
-        return False
-
-    worker = threading.Thread(target=wait)
-    with waits.stragglers.waiting("a", MIB):
-        waits.clock.now += 9
-        waits.taken(give_up)
-    worker.join(30)
-    assert (began_meanwhile, begun.is_set()) == ([False], True)
-    assert waits.answers == [None]
+@pytest.mark.parametrize(("ended", "answer"), [(7, None), (8, "a")])
+def test_nothing_is_slow_before_a_few_waits_have_ended(ended, answer):
+    assert Waits(ended=ended).end_after(100) == answer
 
 
-def test_nothing_is_slow_before_a_few_waits_have_ended():
-    for ended, found in ((7, None), (8, "a")):
-        waits = Waits(ended=ended)
-        with contextlib.suppress(StragglerError), waits.stragglers.waiting("a", MIB):
-            waits.clock.now += 100
-            waits.taken()
-        assert waits.answers == [found]
-
-
-@pytest.mark.parametrize(("requests", "most"), [(3, 2), (20, 2), (29, 2), (30, 3), (1000, 100)])
+@pytest.mark.parametrize(("requests", "most"), [(3, 2), (20, 2), (29, 2), (30, 3), (300, 30)])
 def test_a_tenth_of_the_requests_is_asked_for_again_at_most(requests, most):
-    waits, taken = Waits(requests), 0
+    waits = Waits(requests)
     for _ in range(most + 3):
-        with contextlib.suppress(StragglerError), waits.stragglers.waiting("slow", MIB):
-            waits.clock.now += 100
-            taken += waits.taken() is not None
+        waits.end_after(100)
         for _ in range(64):
-            with waits.stragglers.waiting("usual", MIB):
-                waits.clock.now += 0.1
-    assert taken == most
+            with waits.waiting("usual"):
+                waits.now += 0.1
+    assert sum(answer is not None for answer in waits.answers) == most
 
 
-def test_a_wait_is_taken_away_only_while_no_worker_is_started():
+def test_a_wait_is_taken_away_only_while_no_worker_is_started(monkeypatch):
     """Whether there is room for another worker must not change in between."""
     held: list[bool] = []
-    waits = SimpleNamespace(
-        stragglers=SimpleNamespace(take=lambda _: held.append(shared.staffing.locked()))
-    )
-    shared: Any = SimpleNamespace(
-        progress=Progress(60),
-        _limiter=SimpleNamespace(spares_retries=True),
-        staffing=threading.Lock(),
-        store_waits=waits,
-        local_waits=waits,
-        _give_up=None,
-    )
-    _Shared.look(shared)
-    assert held == [True, True]
+
+    def noted(stragglers: object, give_up: Any) -> None:
+        held.append(give_up.__self__.staffing.locked())
+
+    monkeypatch.setattr(Stragglers, "take", noted)
+    requests, config = requests_of(10, 1), TransferConfig()
+    for _ in fetch_ranges(
+        memory_store(bytes(10)), ["o"], requests, lambda *_: None, config, Progress(60)
+    ):
+        pass
+    assert held
+    assert all(held)
 
 
 # --- over a transport that cannot be interrupted
 
 STEP = 1000
 HELD = 12 * STEP  # where the range begins whose first answer is late
-BODY = np.arange(20 * STEP, dtype=np.uint32).astype(np.uint8)
-REQUESTS = [RangeRequest(0, start, start + STEP) for start in range(0, len(BODY), STEP)]
+BODY = np.arange(40 * STEP, dtype=np.uint32).astype(np.uint8)
+REQUESTS = requests_of(len(BODY), STEP)
+WRONG = b"\xff" * STEP
 
 
 @pytest.mark.parametrize("cancelled", [True, False])
@@ -259,13 +232,13 @@ def test_a_slow_request_goes_to_another_worker_if_that_costs_only_a_workers_memo
     """Who goes on waiting must not write to the caller's memory, and hold up no other request."""
     asked: list[bool] = []
 
-    class Body:
-        def cancel(self, *, at_once: bool) -> bool:
-            asked.append(at_once)
-            return cancelled
+    def cancel(*, at_once: bool) -> bool:
+        asked.append(at_once)
+        return cancelled
 
+    body = SimpleNamespace(cancel=cancel)
     fetch: Any = SimpleNamespace(
-        repeats=repeats, memory=memory or None, body=Body(), is_handed_over=False
+        repeats=repeats, memory=memory or None, body=body, is_handed_over=False
     )
     shared: Any = SimpleNamespace(depth=depth, _has_room=room)
     may_go_on = not memory and depth == 1 and room
@@ -276,7 +249,7 @@ def test_a_slow_request_goes_to_another_worker_if_that_costs_only_a_workers_memo
     assert fetch.is_handed_over == (is_given_up and not cancelled)
 
 
-class Holding:
+class Holding(Stub):
     """A store whose first answer for one range comes when it is let go, and with other bytes.
 
     Attributes:
@@ -284,19 +257,15 @@ class Holding:
         again: makes the later answers for the range of what is right.
     """
 
-    endpoint_url = None
-    reports_throttling = ("open_range",)
-    range_reading = RangeReading()
-
-    def __init__(self, url: str) -> None:
-        self.url = f"stub://{url}"
+    def __init__(self) -> None:
+        super().__init__()
         self.asked: list[int] = []
         self.let_go, self.ended, self.closed = (threading.Event() for _ in range(3))
         self.open: set[Range] = set()
         self.again: Callable[[bytes], bytes] = lambda right: right
 
     def open_range(self, key: str, start: int, end: int) -> Range:
-        opened = Range(FetchedSource(self._fetch), start, end, contextlib.nullcontext)
+        opened = super().open_range(key, start, end)
         self.open.add(opened)
         close = opened.close
 
@@ -305,10 +274,10 @@ class Holding:
             self.closed.set()
             close()
 
-        opened.close = closed  # type: ignore[method-assign]
+        opened.close = closed
         return opened
 
-    def _fetch(self, start: int, end: int) -> bytes:
+    def fetch(self, start: int, end: int) -> bytes:
         self.asked.append(start)
         right = BODY[start:end].tobytes()
         if start != HELD:
@@ -320,22 +289,12 @@ class Holding:
         return WRONG
 
 
-WRONG = b"\xff" * STEP
-
-
 @pytest.fixture
-def holding(request: pytest.FixtureRequest) -> Iterator[Holding]:
-    store = Holding(request.node.name)
+def holding() -> Iterator[Any]:
+    store = Holding()
     yield store
     store.let_go.set()
-    join_workers()
-
-
-def join_workers() -> None:
-    for thread in threading.enumerate():
-        if thread.name.startswith("dcp_objstore-download"):
-            thread.join(10)
-            assert not thread.is_alive()
+    join_downloads()
 
 
 @pytest.fixture
@@ -347,8 +306,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 class Load:
     """Loads what the store holds into `arrived`."""
 
-    def __init__(self, store: Holding) -> None:
-        self.store: Any = store
+    def __init__(self, store: Any) -> None:
+        self.store = store
         self.arrived = np.zeros_like(BODY)
         self.consumed: list[int] = []
 
@@ -374,6 +333,10 @@ class Load:
             for _ in ranges:
                 on_each()
 
+    def assert_whole(self) -> None:
+        assert sorted(self.consumed) == [request.start for request in REQUESTS]
+        assert np.array_equal(self.arrived, BODY)
+
 
 @pytest.mark.usefixtures("soon")
 def test_a_load_ends_without_the_late_answer_and_its_bytes_reach_no_tensor(holding):
@@ -383,10 +346,9 @@ def test_a_load_ends_without_the_late_answer_and_its_bytes_reach_no_tensor(holdi
     assert len(holding.asked) == len(REQUESTS) + 1
     holding.let_go.set()
     assert holding.ended.wait(10)
-    join_workers()
-    assert sorted(load.consumed) == [request.start for request in REQUESTS]
-    assert np.array_equal(load.arrived, BODY)
-    assert limiter_of(load.store).in_flight == 0
+    join_downloads()
+    load.assert_whole()
+    assert limiter_of(holding).in_flight == 0
     assert not holding.open
 
 
@@ -403,8 +365,7 @@ def test_a_late_answer_that_comes_before_the_second_one_ends_no_load(holding, lo
     load = Load(holding)
     load.run(local=local)
     assert holding.asked.count(HELD) == 2
-    assert sorted(load.consumed) == [request.start for request in REQUESTS]
-    assert np.array_equal(load.arrived, BODY)
+    load.assert_whole()
 
 
 @pytest.mark.usefixtures("soon")
@@ -423,15 +384,17 @@ def test_a_worker_that_is_left_waiting_keeps_no_other_destination_alive(holding)
     kept = run()
     for thread in threading.enumerate():
         if thread.name.startswith("dcp_objstore-download"):
-            thread.join(0.5)
+            thread.join(0.2)
     assert not holding.ended.is_set()
     assert [number for number, one in enumerate(kept) if one() is not None] in ([], [HELD // STEP])
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_request_is_asked_for_again_twice_at_most(holding, monkeypatch):
-    monkeypatch.setattr("dcp_objstore.transfer.stragglers._REPEATED_SHARE", 1)
-    monkeypatch.setattr("dcp_objstore.stores.admission.limiter._REFUND", 0.0)
+def test_a_request_is_asked_for_again_twice_at_most_from_the_budget_of_retries(
+    holding, monkeypatch
+):
+    limiter, spent = limiter_of(holding), []
+    monkeypatch.setattr(limiter, "spend_retry", lambda: spent.append(1) or True)
 
     def late(right: bytes) -> bytes:
         holding.let_go.wait(30)
@@ -440,85 +403,54 @@ def test_a_request_is_asked_for_again_twice_at_most(holding, monkeypatch):
     holding.again = late
     channel, heard = heard_channel()
     with channel.current(), pytest.raises(TransferStalledError):
-        Load(holding).run(stall_timeout_seconds=3.0)
+        Load(holding).run(stall_timeout_seconds=1.0)
     channel.flush()
     assert holding.asked.count(HELD) == 3
     assert [one.attempt for one in of(Retried, heard)] == [2, 3]
-    assert limiter_of(Load(holding).store)._budget == RETRY_BUDGET - 2
+    assert len(spent) == 2
 
 
 @pytest.mark.usefixtures("soon")
-def test_the_error_of_the_second_answer_is_raised(holding):
-    def fail(right: bytes) -> bytes:
-        raise StoreUnavailableError("the second one")
+@pytest.mark.parametrize(
+    ("second", "third", "asked"),
+    [("damaged", "right", 3), ("damaged", "damaged", 3), ("refused", "", 2)],
+)
+def test_a_second_answer_that_is_damaged_is_fetched_once_more_and_an_error_raised(
+    holding, second, third, asked
+):
+    def again(right: bytes) -> bytes:
+        answer = second if holding.asked.count(HELD) == 2 else third
+        if answer == "refused":
+            raise StoreUnavailableError("the second one")
+        return right if answer == "right" else WRONG
 
-    holding.again = fail
-    with pytest.raises(StoreUnavailableError, match="the second one"):
-        Load(holding).run()
-    assert limiter_of(Load(holding).store).in_flight == 0
-
-
-@pytest.mark.usefixtures("soon")
-@pytest.mark.parametrize("stays", [False, True])
-def test_a_second_answer_that_is_damaged_is_fetched_once_more_before_it_counts(holding, stays):
-    holding.again = lambda right: WRONG if stays or holding.asked.count(HELD) == 2 else right
+    holding.again = again
     load = Load(holding)
-    with pytest.raises(CorruptDataError) if stays else contextlib.nullcontext():
+    error = StoreUnavailableError if second == "refused" else CorruptDataError
+    with contextlib.nullcontext() if third == "right" else pytest.raises(error):
         load.run()
-    assert holding.asked.count(HELD) == 3
-    assert (HELD in load.consumed) is not stays
-
-
-@pytest.mark.usefixtures("soon")
-def test_a_load_can_be_left_while_a_range_is_asked_for_again(holding):
-    asked, go_on = threading.Event(), threading.Event()
-
-    def late(right: bytes) -> bytes:
-        asked.set()
-        go_on.wait(30)
-        return right
-
-    def leave() -> None:
-        if len(load.consumed) == len(REQUESTS) - 1:
-            holding.let_go.set()
-            raise KeyboardInterrupt
-
-    holding.again = late
-    load = Load(holding)
-    with pytest.raises(KeyboardInterrupt):
-        load.run(leave)
-    go_on.set()
-    join_workers()
-    assert HELD not in load.consumed
+    assert holding.asked.count(HELD) == asked
+    assert (HELD in load.consumed) is (third == "right")
+    assert limiter_of(holding).in_flight == 0
 
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("why", ["throttled", "no budget", "other memory", "no idle worker"])
 def test_a_request_is_not_asked_for_again(holding, why, monkeypatch):
-    load, settings = Load(holding), {}
-    limiter = limiter_of(load.store)
+    settings: dict[str, Any] = {}
     if why == "throttled":
         monkeypatch.setattr(Window, "is_throttled", True)
     elif why == "no budget":
-        while limiter.spares_retries:
-            limiter.spend_retry()
-        monkeypatch.setattr("dcp_objstore.stores.admission.limiter._REFUND", 0.0)
+        while limiter_of(holding).spend_retry():
+            pass
     elif why == "other memory":  # a worker that cannot be interrupted would go on to write there
         memory = memoryview(bytearray(len(BODY)))
         settings["admit"] = lambda request, _: memory[request.start : request.end]
     elif why == "no idle worker":
         monkeypatch.setattr("dcp_objstore.transfer.download.worker_count", lambda *_, **__: 1)
     with pytest.raises(TransferStalledError):
-        load.run(stall_timeout_seconds=1.0, **settings)
+        Load(holding).run(stall_timeout_seconds=0.5, **settings)
     assert holding.asked.count(HELD) == 1
-
-
-def test_a_usual_load_asks_for_nothing_twice():
-    holding = Holding("usual")
-    holding.let_go.set()
-    holding.asked.append(HELD)
-    Load(holding).run()
-    assert sorted(holding.asked[1:]) == [request.start for request in REQUESTS]
 
 
 # --- over real transports
@@ -531,75 +463,40 @@ def is_range(asked: Asked) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("transport", "is_cancelled"),
-    [("lane", True), ("stream", False), ("boto3", False), ("fsspec", False)],
+    "transport", cases(["lane", "stream", "boto3", "fsspec"], default=["lane", "stream"])
 )
 @pytest.mark.usefixtures("soon")
-def test_a_straggler_is_asked_for_again_over_each_transport(
-    transport, is_cancelled, monkeypatch, caplog
-):
+def test_a_straggler_is_asked_for_again_over_each_transport(transport, monkeypatch, caplog):
     # On a busy machine others may be slow, too.
     monkeypatch.setattr("dcp_objstore.transfer.stragglers._REPEATED_SHARE", 1)
     if transport == "stream":
         monkeypatch.setattr(DirectLane, "is_used", False)
     given = {"transport": transport} if transport in ("boto3", "fsspec") else {}
-    config = dos.TransferConfig(request_size_bytes=4 * MIB, **given)
+    config = dos.TransferConfig(request_size_bytes=MIB_EACH * MIB, **given)
     saved = {str(n): torch.randn(MIB_EACH * MIB // 4) for n in range(COUNT)}
-    heard: list[dos.observe.events.AnyEvent] = []
+    heard = Heard()
     with SlowSink(keep=True) as sink, NetworkProxy(sink.storage_options) as proxy:
+        place = ("s3://bucket/step-1",)
         options = proxy.storage_options
-        dos.save(saved, "s3://bucket/step-1", storage_options=options, progress=False)
+        dos.save(saved, *place, storage_options=options, progress=False)
         numbers = itertools.count(1)
         held = proxy.hold(
-            lambda asked: is_range(asked) and next(numbers) == 5, side="answer", after_bytes=MIB
-        )
-        found = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
-        with caplog.at_level(logging.INFO, logger="dcp_objstore"):
-            report = dos.load(
-                found,
-                "s3://bucket/step-1",
-                storage_options=options,
-                config=config,
-                on_event=heard.append,
-            )
-        assert held.reached
-        if is_cancelled:
-            held.wait_left()
-        held.release()
-        join_workers()
-    assert all(torch.equal(found[name], saved[name]) for name in saved)
-    assert report.slow_ranges >= 1
-    assert sum(map(is_range, proxy.asked)) == report.requests + report.slow_ranges
-    told = [one for one in heard if isinstance(one, dos.observe.events.Retried)]
-    assert [one.what for one in told] == ["slow range"] * report.slow_ranges
-    (loaded,) = (one for one in heard if isinstance(one, dos.observe.events.Loaded))
-    assert loaded.report == report
-    assert f"{counted(report.slow_ranges, 'slow range')} asked for again" in caplog.text
-
-
-@pytest.mark.usefixtures("soon")
-def test_a_straggler_is_asked_for_again_into_the_memory_that_it_was_given():
-    """As ranks that hand ranges to one another and devices have it."""
-    body = np.random.default_rng(0).integers(0, 256, 12 * MIB, dtype=np.uint8)
-    memory, numbers = np.zeros_like(body), itertools.count(1)
-    requests = [RangeRequest[None](0, start, start + MIB) for start in range(0, 12 * MIB, MIB)]
-    with SlowSink(keep=True) as sink, NetworkProxy(sink.storage_options) as proxy:
-        store = open_store("s3://bucket/step-1", proxy.storage_options)
-        store.put("o", body)
-        held = proxy.hold(
-            lambda asked: asked.method == "GET" and next(numbers) == 3,
+            lambda asked: is_range(asked) and next(numbers) == 5,
             side="answer",
             after_bytes=MIB // 2,
         )
-        ranges = fetch_ranges(
-            store,
-            ["o"],
-            requests,
-            lambda *_: None,
-            TransferConfig(download_concurrency=4),
-            Progress(30),
-            admit=lambda request, _: memoryview(memory)[request.start : request.end],
-        )
-        assert len(list(ranges)) == len(requests)
-        held.wait_left()
-    assert np.array_equal(memory, body)
+        found = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+        with caplog.at_level(logging.INFO, logger="dcp_objstore"):
+            report = dos.load(found, *place, storage_options=options, config=config, on_event=heard)
+        assert held.reached
+        if transport == "lane":  # the request is cancelled
+            held.wait_left()
+        held.release()
+        join_downloads()
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+    assert report.slow_ranges >= 1
+    assert sum(map(is_range, proxy.asked)) == report.requests + report.slow_ranges
+    assert [one.what for one in of(Retried, heard)] == ["slow range"] * report.slow_ranges
+    (loaded,) = of(Loaded, heard)
+    assert loaded.report == report
+    assert f"{counted(report.slow_ranges, 'slow range')} asked for again" in caplog.text

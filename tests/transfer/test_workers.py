@@ -8,12 +8,14 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pytest
 
+from dcp_objstore.errors import CorruptDataError, StoreUnavailableError
 from dcp_objstore.threads import run_into, spawn, wait_for
-from dcp_objstore.transfer.workers import DaemonPool, in_waves, worker_number
+from dcp_objstore.transfer.workers import DaemonPool, concurrently, in_waves, worker_number
 
 
 @pytest.fixture
@@ -115,3 +117,48 @@ def test_a_call_gets_its_arguments_in_whatever_thread_it_is_made():
             {"at": 3},
             False,
         )
+
+
+def test_calls_at_once_overlap_and_all_have_ended_before_the_first_error_is_raised():
+    both = threading.Barrier(2)
+    assert concurrently(*[lambda: both.wait(60) is None] * 2) == [False, False]
+    ended: list[str] = []
+
+    def late() -> None:
+        both.wait(60)
+        ended.append("late")
+        raise StoreUnavailableError("second")
+
+    def early() -> None:
+        both.wait(60)
+        raise CorruptDataError("first")
+
+    with pytest.raises(CorruptDataError, match="first"):
+        concurrently(early, late)
+    assert ended == ["late"]
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [
+        [StoreUnavailableError("no answer in time")],
+        [CorruptDataError("planned"), StoreUnavailableError("no answer in time")],
+        [KeyboardInterrupt()],
+    ],
+)
+def test_after_ctrl_c_or_no_answer_no_other_call_is_waited_for(errors):
+    left, ended = threading.Event(), threading.Event()
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    def hang() -> None:
+        left.wait(60)
+        ended.set()
+
+    try:
+        with pytest.raises(type(errors[0])):
+            concurrently(*(partial(fail, error) for error in errors), hang)
+        assert not ended.is_set()
+    finally:
+        left.set()

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeoutError, wait
 from typing import Any
 
 import pytest
@@ -52,10 +52,37 @@ def taken() -> str:
     return url
 
 
-def ended(error: BaseException | None = None) -> Handle:
-    handle = Handle(f"memory://x/{error}")
+def end(handle: Handle, error: BaseException | None = None) -> Handle:
     handle._end(None, error)
     return handle
+
+
+def ended(error: BaseException | None = None) -> Handle:
+    return end(Handle(f"memory://x/{error}"), error)
+
+
+class Turns:
+    """Whom saves wait for before their turn.
+
+    Attributes:
+        waited_for: the saves, in their order.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *handles: Handle) -> None:
+        self.waited_for: list[Handle] = []
+        self.interrupt = False
+        self._handles = {handle._ended: handle for handle in handles}
+        monkeypatch.setattr(async_api, "wait_until", self._wait)
+
+    def _wait(self, event: threading.Event) -> None:
+        self.waited_for.append(self._handles[event])
+        if self.interrupt:
+            raise KeyboardInterrupt
+
+    def wait(self, handle: Handle) -> list[Handle]:
+        self.waited_for.clear()
+        handle._wait_for_turn()
+        return self.waited_for
 
 
 class Held:
@@ -85,7 +112,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 @pytest.mark.parametrize("ask", ["result", "exception"])
 def test_a_result_was_asked_for_once_it_was_there(ask):
-    future: Any = async_api._WatchedFuture()
+    future: Any = dos.AsyncSaveHandle("memory://x/step-1").upload_completion
+    assert not future.cancel(), "a save cannot be cancelled"
     with pytest.raises(FutureTimeoutError):
         getattr(future, ask)(0)
     assert not future.seen
@@ -107,7 +135,7 @@ def test_all_who_wait_for_a_save_are_woken_though_a_callback_ends_the_thread():
     handle.staging_completion.add_done_callback(leave)
     handle.upload_completion.add_done_callback(leave)
     with pytest.raises(SystemExit):
-        handle._end(None, ValueError("no"))
+        end(handle, ValueError("no"))
     assert handle.done()
     assert isinstance(handle.upload_completion.exception(0), ValueError)
     assert isinstance(handle.staging_completion.exception(0), ValueError)
@@ -199,15 +227,6 @@ def test_a_copy_that_was_made_stays_made_though_its_save_fails():
         handle.result(30)
 
 
-def test_a_copy_that_was_made_is_so_for_whoever_waits_for_it(held):
-    handle = dos.async_save(state(), memory_url())
-    assert held.reached.wait(30)
-    assert handle.staging_completion.done()
-    assert handle.staged(0) is None
-    assert not handle.done()
-    assert "running" in repr(handle)
-
-
 def test_a_save_says_when_its_copy_was_made_and_how_large_it_is():
     events: list[Any] = []
     url, before_ns = memory_url(), time.time_ns()
@@ -220,37 +239,47 @@ def test_a_save_says_when_its_copy_was_made_and_how_large_it_is():
 # Turns --------------------------------------------------------------------------------------------
 
 
-def test_a_save_waits_for_the_latest_that_has_not_ended_or_whose_error_nobody_knows(saves):
-    running, failed, done, known = (
-        Handle("memory://x/1"),
-        ended(ValueError()),
-        ended(),
-        ended(OSError()),
-    )
-    known.exception(0)
+def test_a_save_waits_for_all_that_run_or_whose_error_nobody_knows(saves, monkeypatch):
+    running, failed, done, known, last = (Handle(f"memory://x/{n}") for n in range(5))
+    end(failed, ValueError())
+    end(done)
+    end(known, OSError()).exception(0)
     for handle in (running, failed, done, known):
         saves.add(handle)
     assert saves.unsettled == [running, failed, known]
-    last = Handle("memory://x/2")
     saves.add(last)
     assert saves.unsettled == [running, failed, last]
-    assert last._before is failed
-    assert running._before is None
-    running._end(None, None)
-    last._wait_for_turn()
-    assert last._before is None
+    turns = Turns(monkeypatch, running, failed)
+    assert turns.wait(last) == [failed, running]
+    assert turns.wait(last) == []
 
 
-def test_an_error_is_raised_by_the_next_save_once(saves):
+def test_an_error_that_nobody_asked_for_is_raised_by_the_next_save_once(saves, caplog):
     url = taken()
-    failed = dos.async_save(state(), url)
+    asked = dos.async_save(state(), url)
+    assert isinstance(asked.upload_completion.exception(30), CheckpointExistsError)
+    failed = dos.async_save(state(), url)  # not the error that was asked for
     with pytest.raises(CheckpointExistsError) as caught:
         dos.async_save(state(), memory_url())
     assert caught.value.url == url
+    assert caplog.text.count(f"saving {url} in the background failed") == 2
     third = memory_url()
     dos.async_save(state(), third).result(30)
     assert saves.unsettled[0] is not failed
     assert dos.open(third).keys() == {"t"}
+
+
+def test_the_save_after_a_failed_one_waits_for_those_before_it_too(saves, monkeypatch):
+    """Ctrl-C has ended the wait of the second: the first still runs as the third begins."""
+    first, second, third = (Handle(f"memory://x/{n}") for n in (1, 2, 3))
+    for handle in (first, second, third):
+        saves.add(handle)
+    turns = Turns(monkeypatch, first, second)
+    turns.interrupt = True
+    with pytest.raises(KeyboardInterrupt):
+        turns.wait(second)
+    turns.interrupt = False
+    assert turns.wait(third) == [second, first]
 
 
 def test_a_foreign_error_is_raised_by_the_next_save_with_its_type(saves):
@@ -290,7 +319,7 @@ def test_a_save_refused_because_another_runs_leaves_that_one_and_its_error(saves
     assert first.url in str(caught.value)
     assert saves.latest is first
     held.go_on.set()
-    assert async_api.wait_until(first._ended, 30)
+    assert wait([first.upload_completion], 30).done
     with pytest.raises(CheckpointExistsError):
         dos.async_save(state(), memory_url(), on_busy="raise")
 
@@ -345,6 +374,60 @@ def test_a_word_that_on_busy_does_not_know_is_refused_before_anything_waits(save
 # The copy -----------------------------------------------------------------------------------------
 
 
+def test_a_copy_that_is_not_waited_for_is_whole_when_staged_returns(monkeypatch):
+    finish, begun, go_on = Staging.finish, threading.Event(), threading.Event()
+
+    def finish_late(self: Staging) -> None:
+        begun.set()
+        assert go_on.wait(30)
+        finish(self)
+
+    monkeypatch.setattr(Staging, "finish", finish_late)
+    copied, url = state(), memory_url()
+    handle = dos.async_save(copied, url, wait_for_staging=False)
+    assert begun.wait(30)
+    with pytest.raises(TimeoutError, match="still being copied"):
+        handle.staged(0.0)
+    assert not handle.staging_completion.done()
+    for ask in (handle.exception, handle.result):
+        with pytest.raises(TimeoutError, match="still running"):
+            ask(0.0)
+    go_on.set()
+    handle.staged(30)
+    copied["t"].zero_()
+    assert handle.upload_completion.result(30).url == url
+    assert dos.open(url).read("t")["t"].tolist() == [1.0] * 3
+
+
+def test_a_copy_that_failed_by_a_time_out_is_not_called_unfinished():
+    handle = Handle("memory://x/step-1")
+    handle.staging_completion.set_exception(TimeoutError("the device's own"))
+    with pytest.raises(TimeoutError, match="the device's own"):
+        handle.staged(30)
+
+
+def test_a_save_that_ctrl_c_ended_as_its_thread_began_commits_nothing(saves, monkeypatch):
+    late: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name != "dcp_objstore-async-save":
+            return start(thread)
+        late.append(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    url = memory_url()
+    with pytest.raises(KeyboardInterrupt):
+        dos.async_save(state(), url)
+    monkeypatch.undo()
+    late[0].start()  # it was, before the call heard of Ctrl-C
+    late[0].join(30)
+    assert "KeyboardInterrupt" in str(saves.latest.exception(30))
+    with pytest.raises(CheckpointNotFoundError):
+        dos.open(url)
+
+
 def test_ctrl_c_during_the_copy_is_raised_here_and_ends_the_save(saves, monkeypatch):
     url = memory_url()
 
@@ -364,30 +447,18 @@ def test_ctrl_c_during_the_copy_is_raised_here_and_ends_the_save(saves, monkeypa
         dos.open(url)
 
 
-def test_a_copy_that_cannot_begin_fails_its_save_alone_and_is_made_no_further(saves, monkeypatch):
-    class Broken:
-        def state_dict(self) -> Any:
-            raise OSError("no state")
+@pytest.mark.parametrize("step", ["__init__", "finish"])
+def test_a_copy_that_fails_fails_its_save_alone(step, saves, monkeypatch):
+    def broken(self: Staging, *_: Any) -> None:
+        raise MemoryError("no memory")
 
-        def load_state_dict(self, state: Any) -> None:
-            raise AssertionError
-
-    handle = dos.async_save({"a": Broken()}, memory_url())
-    for ask in (handle.staged, handle.result):
-        with pytest.raises(RankFailedError, match="no state"):
-            ask(30)
+    with monkeypatch.context() as patched:
+        patched.setattr(Staging, step, broken)
+        handle = dos.async_save(state(), memory_url(), wait_for_staging=False)
+        for ask in (handle.staged, handle.result):
+            with pytest.raises(RankFailedError, match="no memory"):
+                ask(30)
     dos.async_save(state(), memory_url()).result(30)
-
-
-def test_a_save_of_an_optimizer_that_has_not_stepped_leaves_it_so(saves):
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    url = memory_url()
-    dos.async_save({"model": model, "optimizer": optimizer}, url).result(30)
-    dos.save({"model": model, "optimizer": optimizer}, f"{url}-2", progress=False)
-    assert not optimizer.state
-    assert dos.open(url).keys() == dos.open(f"{url}-2").keys()
-    assert not any("exp_avg" in key for key in dos.open(url).keys())  # noqa: SIM118
 
 
 def test_the_copy_is_gone_before_its_save_counts_as_ended(saves, monkeypatch):
@@ -435,11 +506,11 @@ def test_a_program_that_ends_waits_for_every_save_and_shows_unseen_errors(saves,
     known.exception(0)
     waited = threading.Thread(target=async_api._wait_for_all)
     waited.start()
-    running._end(None, None)
+    end(running)
     waited.join(0.1)
     assert waited.is_alive(), "one of two has ended"
     monkeypatch.setattr(async_api, "has_ended", lambda: True)
-    late._end(None, ZeroDivisionError("late"))
+    end(late, ZeroDivisionError("late"))
     waited.join(30)
     assert not waited.is_alive()
     shown: list[Any] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -278,40 +279,22 @@ def test_an_empty_shard_at_the_place_of_another_is_left_out():
     assert [kept.tolist() for kept in planned(ranks).own] == [[], [0, 1]]
 
 
-def planner_of(ranks: Sequence[Items], url: str = "memory://x/1") -> tuple[Any, list[SavePlan]]:
-    """The coordinator's planner, and what the ranks send it."""
-    plans = [LocalPlan.of(items, {}) for items in ranks]
-    offers = [SavePlan([], storage_data=planner._Offer(url, plan)) for plan in plans]
-    return AgreeingSavePlanner("memory://x/1", {}, 2), offers
-
-
 def test_an_error_in_the_plan_of_all_ranks_has_the_url():
-    coordinator, offers = planner_of([[plain("w", [3])], [plain("w", [4])]])
+    def plan_all(*items: WriteItem, ranks: int = 2, url: str = "memory://x/1") -> None:
+        plans = [LocalPlan.of([item], {}) for item in items]
+        urls = ["memory://x/1", url]
+        offers = [planner._Offer(at, plan) for at, plan in zip(urls, plans, strict=False)]
+        coordinator = AgreeingSavePlanner("memory://x/1", {}, ranks)
+        coordinator.create_global_plan([SavePlan([], storage_data=offer) for offer in offers])
+
     with pytest.raises(dos.errors.StateMismatchError) as caught:
-        coordinator.create_global_plan(offers)
+        plan_all(plain("w", [3]), plain("w", [4]))
     assert (caught.value.url, caught.value.key) == ("memory://x/1", "w")
     with pytest.raises(dos.errors.InputError) as lost:
-        coordinator.create_global_plan(offers[:1])
+        plan_all(plain("w", [3]))
     assert lost.value.url == "memory://x/1"
-    _, elsewhere = planner_of([[value("v")]], "memory://x/2")
     with pytest.raises(dos.errors.InvalidUrlError, match="memory://x/2"):
-        coordinator.create_global_plan([offers[0], *elsewhere])
-
-
-def test_each_rank_learns_the_number_of_the_new_layout_and_what_it_writes():
-    items = [plain("w", [3]), shard("s", [4], [0], [4]), shard("t", [4], [0], [4])]
-    coordinator, offers = planner_of([items, items])
-    central, metadata = coordinator.create_global_plan(offers)
-    shares = [plan.storage_data for plan in central]
-    assert [share.own.tolist() for share in shares] == [[0, 2], [1]]
-    assert shares[0].number == shares[1].number
-    assert metadata.planner_data is coordinator._planned
-    again, _ = coordinator.create_global_plan(offers)
-    assert again[0].storage_data.number != shares[0].number
-    coordinator._known = planner._KnownLayout(5, metadata.planner_data, shares[0].own)
-    central, known = coordinator.create_global_plan(offers)
-    assert [plan.storage_data for plan in central] == [None, None]
-    assert known.planner_data is metadata.planner_data
+        plan_all(value("v"), value("v"), url="memory://x/2")
 
 
 def test_an_error_in_the_state_of_a_state_is_that_of_the_save(tmp_path):
@@ -502,12 +485,6 @@ def test_ctrl_c_while_a_rank_plans_ends_the_save_on_all_and_the_next_one_works(t
     assert not (tmp_path / "1/_COMMIT").exists()
 
 
-def test_one_process_alone_plans_a_layout_once(tmp_path):
-    state = {"w": torch.ones(2), "n": 1}
-    urls = [f"{tmp_path.as_uri()}/{n}" for n in range(3)]
-    assert [is_planned(save, "save", state, url) for url in urls] == [*(True, False, False)]
-
-
 @pytest.mark.parametrize(
     ("state", "is_empty"), [({}, True), ({"n": 1}, False), ({"w": torch.ones(2)}, False)]
 )
@@ -516,10 +493,14 @@ def test_only_a_state_without_tensors_and_values_is_called_empty(state, is_empty
     assert ("the state is empty" in caplog.text) == is_empty
 
 
-def test_a_layout_is_known_only_to_the_group_that_has_planned_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(planner, "_layouts_alone", {})
+def new_states(count: int) -> list[dict[str, Any]]:
+    """States whose layouts no test has saved before."""
+    return [{secrets.token_hex(6): torch.ones(3)} for _ in range(count)]
+
+
+def test_a_layout_is_known_only_to_the_group_that_has_planned_it(tmp_path):
     urls = [f"{tmp_path.as_uri()}/{n}" for n in range(4)]
-    state = {"w": torch.ones(3)}
+    (state,) = new_states(1)
     found = [is_planned(save, "save", state, urls[0])]
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
@@ -530,9 +511,8 @@ def test_a_layout_is_known_only_to_the_group_that_has_planned_it(tmp_path, monke
     assert found == [True, True, False, False]
 
 
-def test_states_that_are_saved_in_turn_are_planned_once_and_few_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(planner, "_layouts_alone", {})
-    states: list[dict[str, Any]] = [{f"w{n}": torch.ones(3)} for n in range(5)]
+def test_states_that_are_saved_in_turn_are_planned_once_and_few_are_kept(tmp_path):
+    states = new_states(5)
     order = [0, 1, 0, 1, 2, 3, 0, 4, 0, 1]
     urls = [f"{tmp_path.as_uri()}/{n}" for n in range(len(order))]
     found = [is_planned(save, "save", states[at], url) for at, url in zip(order, urls, strict=True)]

@@ -24,8 +24,7 @@ from dcp_objstore.errors import DcpObjstoreError, RankFailedError, UnsupportedEr
 from dcp_objstore.state.device import Outbound
 from dcp_objstore.transfer.digests import block_digests
 from dcp_objstore.transfer.parts import PartPlan
-from dcp_objstore.write import layout as layout_module
-from dcp_objstore.write.layout import Layout, SizedItem, check_item, item_bytes
+from dcp_objstore.write.layout import ChangedSlice, Layout, SizedItem, check_item, item_bytes
 from tests.support.states import seeded
 
 UNLIMITED = 1 << 40
@@ -317,23 +316,20 @@ def test_an_item_that_cannot_be_saved_is_refused_by_its_key_before_it_is_made():
 # Changes ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", [0, 1, 8, 64 * 1024, 192 * 1024 - 3])
-def test_any_change_of_64_kib_is_found_by_one_word_in_64_kib(start):
-    piece = np.zeros(256 * 1024 + 5, np.uint8)
-    before = layout_module._watched_words(piece)
-    assert before.nbytes == 4 * 8
-    piece[start : start + 64 * 1024] = 1
-    assert not np.array_equal(layout_module._watched_words(piece), before)
-
-
-def test_a_slice_that_changed_is_noted_with_its_place_after_its_upload():
-    tensor = torch.zeros(6 * MIB, dtype=torch.uint8)
-    still = torch.zeros(2 * MIB, dtype=torch.uint8)
+def changed_at(place: slice) -> tuple[Laid, list[ChangedSlice]]:
+    """Lay out a tensor of 6 MiB after one that stays, and change it before its slices end."""
+    tensor, still = (torch.zeros(mib * MIB, dtype=torch.uint8) for mib in (6, 2))
     (laid,) = lay({"still": still, "t": tensor}, slice_size=4 * MIB)
-    tensor[5 * MIB :] = 1
+    tensor[place] = 1
     assert laid.layout.changed == []
     laid.buffers.clear()
-    (change,) = laid.layout.changed
+    return laid, laid.layout.changed
+
+
+@pytest.mark.parametrize("start", [0, 1, 8, 64 * 1024, 2 * MIB - 64 * 1024])
+def test_any_change_of_64_kib_is_noted_with_its_place_after_the_upload_of_its_slice(start):
+    start += 4 * MIB
+    laid, (change,) = changed_at(slice(start, start + 64 * 1024))
     placed = laid.layout.placed[1]
     assert (change.key, change.size_bytes) == ("t", 2 * MIB)
     assert change.offset == placed.payload_offset + 4 * MIB

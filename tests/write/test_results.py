@@ -70,69 +70,37 @@ def test_the_results_of_a_rank_travel_without_a_pickled_object_for_each():
     assert pickle.loads(pickle.dumps(WriteResults())).objects == []
 
 
+def tensor(*boxes: tuple[Sequence[int], Sequence[int]], size: Sequence[int]) -> Any:
+    chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes in boxes]
+    properties = TensorProperties(torch.float32, requires_grad=True, pin_memory=True)
+    return TensorStorageMetadata(properties, torch.Size(size), chunks)
+
+
 @pytest.mark.parametrize(
     ("missing", "place"),
     [("a", "at offset (0, 2)"), ("b", "at offset (4,)"), ("n", "this item;"), ("m", "this item;")],
 )
 def test_an_item_that_no_rank_reported_is_named(missing, place):
     """With the place of the chunk that is missing, the last one of the tensor."""
-    properties = TensorProperties(torch.float32)
-    chunks = {
-        "a": [ChunkStorageMetadata(torch.Size([0, at]), torch.Size([2, 2])) for at in (0, 2)],
-        "b": [ChunkStorageMetadata(torch.Size([at]), torch.Size([4])) for at in (0, 4)],
+    boxes: dict[str, Any] = {
+        "a": [((0, at), (2, 2)) for at in (0, 2)],
+        "b": [((at,), (4,)) for at in (0, 4)],
     }
-    shapes = {"a": torch.Size([2, 4]), "b": torch.Size([8])}
-    planned = planned_index(
-        Metadata(
-            {
-                **{
-                    key: TensorStorageMetadata(properties, shapes[key], boxes)
-                    for key, boxes in chunks.items()
-                },
-                "n": BytesStorageMetadata(),
-                "m": BytesStorageMetadata(),
-            }
-        )
-    )
-    stored = StoredObject(ix.ObjectEntry("__0_0.a0.distcp", 100, None, b"d" * 16), 1, "memory://x")
+    described = {"a": tensor(*boxes["a"], size=(2, 4)), "b": tensor(*boxes["b"], size=(8,))}
+    described |= {key: BytesStorageMetadata() for key in "nm"}
+    places = {key: [MetadataIndex(key, at) for at, _ in of_key] for key, of_key in boxes.items()}
+    places |= {key: [MetadataIndex(key)] for key in "nm"}
+    places[missing].pop()
+    entry = ix.ObjectEntry("__0_0.a0.distcp", 100, None, b"d" * 16)
+    stored = StoredObject(entry, 1, "memory://x")
     item = StoredItem(stored, 0, 100, 64, 16, b"d" * 16, False, "float32")
-    written = {
-        key: [MetadataIndex(key, box.offsets) for box in boxes] for key, boxes in chunks.items()
-    }
-    written |= {key: [MetadataIndex(key)] for key in ("n", "m")}
-    written[missing].pop()
     results = WriteResults(
-        WriteResult(index, 100, item) for places in written.values() for index in places
+        WriteResult(index, 100, item) for of_key in places.values() for index in of_key
     )
+    planned = planned_index(Metadata(described))
     with pytest.raises(RankFailedError, match=re.escape(place)) as caught:
         build_index(planned, [results.columns()], StorageMeta())
     assert caught.value.key == missing
-
-
-def test_the_chunks_of_a_tensor_stand_in_the_order_of_their_offsets():
-    """Whatever rank has which: so equal states have equal indexes, and neighbours are found."""
-    halves = [ChunkStorageMetadata(torch.Size([at]), torch.Size([4])) for at in (4, 0)]
-    properties = TensorProperties(torch.float32)
-    tensor = TensorStorageMetadata(properties, torch.Size([8]), halves)
-    results = []
-    for rank, half in enumerate(halves):
-        entry = ix.ObjectEntry(f"__{rank}_0.a{rank}.distcp", 100, None, b"d" * 16)
-        stored = StoredObject(entry, 1, "memory://x")
-        digest = bytes([rank]) * 16
-        item = StoredItem(stored, 0, 100, 64, 16, digest, False, "float32")
-        results.append([WriteResult(MetadataIndex("w", half.offsets, rank), 100, item)])
-    sent = [WriteResults(of_rank).columns() for of_rank in results]
-    planned = planned_index(Metadata({"w": tensor}))
-    built, _ = build_index(planned, sent, StorageMeta())
-    assert built.boxes("w")[0].tolist() == [[0], [4]]
-    assert [built.item(row).digests for row in built.rows("w")] == [b"\1" * 16, b"\0" * 16]
-    assert [built.item(row).object_number for row in built.rows("w")] == [1, 0]
-
-
-def tensor(*boxes: tuple[Sequence[int], Sequence[int]], size: Sequence[int]) -> Any:
-    chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes in boxes]
-    properties = TensorProperties(torch.float32, requires_grad=True, pin_memory=True)
-    return TensorStorageMetadata(properties, torch.Size(size), chunks)
 
 
 BLOCKS = 2 * BLOCK_SIZE_BYTES + 1

@@ -116,7 +116,7 @@ def of_another_rank(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(VALUES)
 def test_equal_values_are_equal_whatever_their_order_and_whatever_is_shared(value):
     digest = _digest(_Exact, value)
@@ -128,7 +128,7 @@ def test_equal_values_are_equal_whatever_their_order_and_whatever_is_shared(valu
     ) or ("{" in repr(value) or "set" in repr(value))
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(VALUES, VALUES)
 def test_different_values_are_different(one, other):
     for pickler in (_Exact, _Quick):

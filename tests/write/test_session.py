@@ -20,6 +20,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.events import Committed, Retried, Saved
 from dcp_objstore.stores.protocol import Version
 from tests.support.checkpoints import memory_url
+from tests.support.listening import Heard, of
 from tests.support.wrapped_stores import (
     Fault,
     FaultStore,
@@ -32,20 +33,16 @@ from tests.support.wrapped_stores import (
 MIB = 1 << 20
 
 
-def of(kind: type, events: list[Any]) -> list[Any]:
-    return [event for event in events if isinstance(event, kind)]
-
-
 def keys(url: str) -> list[str]:
     return [meta.key for meta in dos.stores.open_store(url).list()]
 
 
 def test_the_report_the_event_and_the_marker_say_the_same_of_a_save():
-    events: list[Any] = []
+    events = Heard()
     config = dos.TransferConfig(part_size_bytes=5 * MIB, max_object_size_bytes=6 * MIB)
     state = {f"{n}": torch.zeros(6 * MIB // 4) for n in range(2)}
     url = memory_url()
-    report = dos.save(state, url, config=config, progress=False, on_event=events.append)
+    report = dos.save(state, url, config=config, progress=False, on_event=events)
     (saved,), (committed,) = of(Saved, events), of(Committed, events)
     data = [meta for meta in dos.stores.open_store(url).list() if meta.key.endswith(".distcp")]
     assert (report.objects, report.parts, report.copied_bytes) == (2, 4, 0)
@@ -64,9 +61,9 @@ def test_a_commit_that_is_sent_again_is_told_of(through):
         return told.append(1) or Fault("before", StoreUnavailableError("lost")) if once else None  # type: ignore[func-returns-value]
 
     told: list[int] = []
-    events: list[Any] = []
+    events = Heard()
     through(lambda store: FaultStore(store, plan))
-    dos.save({"t": torch.ones(3)}, url := memory_url(), progress=False, on_event=events.append)
+    dos.save({"t": torch.ones(3)}, url := memory_url(), progress=False, on_event=events)
     (retried,) = of(Retried, events)
     assert (retried.what, retried.attempt, retried.object_key) == ("commit", 2, "_COMMIT")
     assert retried.error == "StoreUnavailableError: lost"
@@ -179,9 +176,9 @@ def test_of_two_jobs_the_one_that_commits_second_reports_nothing_as_saved(throug
     monkeypatch.setattr(
         Racing, "other", lambda: theirs.append(dos.save({"t": torch.zeros(3)}, url, progress=False))
     )
-    events: list[Any] = []
+    events = Heard()
     with pytest.raises(CommitLostError):
-        dos.save({"t": torch.ones(3)}, url, progress=False, on_event=events.append)
+        dos.save({"t": torch.ones(3)}, url, progress=False, on_event=events)
     assert of(Saved, events) == of(Committed, events) == []
     assert dos.open(url).commit_id == theirs[0].commit_id
     assert sum(is_beacon_key(key) for key in keys(url)) == 0

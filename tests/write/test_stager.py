@@ -18,7 +18,7 @@ from dcp_objstore.errors import CheckpointExistsError, ConfigError, InputError, 
 from dcp_objstore.observe.events import Staged
 from dcp_objstore.write.staging import stager, state as staging
 from dcp_objstore.write.staging.memory import StagingMemory
-from dcp_objstore.write.staging.state import stage
+from dcp_objstore.write.staging.state import StagedState, stage
 from tests.support.checkpoints import cause, memory_url
 
 
@@ -55,13 +55,17 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> StagingMemory:
     return fresh
 
 
+def background_save(copied: StagedState) -> Any:
+    return stager._BackgroundSave(copied)
+
+
 # Which thread runs it -----------------------------------------------------------------------------
 
 
 def test_as_long_as_its_thread_is_unknown_a_later_one_of_an_executor_counts(threads):
     threads("ThreadPoolExecutor-0_0")
     state = stage({"t": torch.ones(1)})
-    save = stager._BackgroundSave(state)
+    save = background_save(state)
     assert save.has_ended(), "none that could run it was begun since"
     threads("training")
     assert save.has_ended()
@@ -75,7 +79,7 @@ def test_as_long_as_its_thread_is_unknown_a_later_one_of_an_executor_counts(thre
 
 def test_the_first_other_thread_that_calls_the_writer_runs_the_save():
     state = stage({"t": torch.ones(1)})
-    save = stager._BackgroundSave(state)
+    save = background_save(state)
     save.runs_here()
     assert save.thread is None, "it was staged here"
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
@@ -91,7 +95,7 @@ def test_the_first_other_thread_that_calls_the_writer_runs_the_save():
 def test_a_wait_for_a_save_ends_with_its_thread_or_its_copy(threads):
     for known in (True, False):
         copies = [stage({"t": torch.ones(1)})]
-        save = stager._BackgroundSave(copies[0])
+        save = background_save(copies[0])
         other = threads("ThreadPoolExecutor-2_0")
         if known:
             save.thread = other.thread
@@ -100,7 +104,7 @@ def test_a_wait_for_a_save_ends_with_its_thread_or_its_copy(threads):
         assert save.wait(30)
         assert other.thread.is_alive()
         held = stage({"t": torch.ones(1)})
-        save = stager._BackgroundSave(held)
+        save = background_save(held)
         save.thread = other.thread
         threading.Timer(0.05, other.go_on.set).start()
         assert save.wait(30)
@@ -108,7 +112,7 @@ def test_a_wait_for_a_save_ends_with_its_thread_or_its_copy(threads):
 
 def test_a_thread_that_waits_sees_each_way_in_which_a_save_may_end(threads):
     held = stage({"t": torch.ones(1)})
-    save = stager._BackgroundSave(held)
+    save = background_save(held)
     executor = threads("ThreadPoolExecutor-3_0")
     waiting = threading.Thread(target=save.wait, args=(90,))
     waiting.start()
@@ -119,7 +123,7 @@ def test_a_thread_that_waits_sees_each_way_in_which_a_save_may_end(threads):
 
 def test_a_save_loses_its_ranks_only_in_its_own_thread_and_group(monkeypatch):
     state = stage({"t": torch.ones(1)})
-    save = stager._BackgroundSave(state)
+    save = background_save(state)
     monkeypatch.setattr(stager, "has_gone", lambda group: gone)
     monkeypatch.setattr(stager, "count_ranks", lambda group: ranks)
     for here in (True, False):

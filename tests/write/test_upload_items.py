@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -48,21 +50,24 @@ def test_values_come_first_then_small_tensors_then_large_ones_as_they_were_plann
 
 
 @pytest.mark.parametrize(
-    ("mib", "copied", "groups"),
+    ("whole_only", "mib", "copied", "groups"),
     [
-        (5, (), ["bd", "ac"]),
-        (4, (), ["abcd"]),
-        (4, "a", ["bcd"]),
-        (9, "a", ["bd", "c"]),
-        (9, "abcd", []),
-        (9, "bd", ["ac"]),
+        (True, 5, (), ["bd", "ac"]),
+        (False, 5, (), ["abcd"]),
+        (True, 4, (), ["abcd"]),
+        (True, 4, "a", ["bcd"]),
+        (True, 9, "a", ["bd", "c"]),
+        (True, 9, "abcd", []),
+        (True, 9, "bd", ["ac"]),
     ],
 )
-def test_what_has_not_changed_is_kept_apart_if_it_is_enough_for_a_copy(mib, copied, groups):
+def test_what_has_not_changed_is_kept_apart_if_it_is_enough_for_a_copy(
+    whole_only, mib, copied, groups
+):
     """Where whole objects are copied: the next save then finds one."""
     sizes = {"a": 0, "b": 9 * MIB, "c": mib * MIB, "d": 1}
     items: Any = [SizedItem(SimpleNamespace(index=name), size) for name, size in sizes.items()]  # type: ignore[arg-type]
-    unchanged: Any = SimpleNamespace(items={"a", "c"}, whole_only=True)
+    unchanged: Any = SimpleNamespace(items={"a", "c"}, whole_only=whole_only)
     found = uploading._groups(items, unchanged, copied)
     made = ["".join(one.item.index for one in group) for group in found]  # type: ignore[misc]
     assert [group for group in made if group] == groups
@@ -142,47 +147,58 @@ def test_objects_are_numbered_in_their_order_and_all_are_reported(through):
     assert all(torch.equal(found[key], value) for key, value in state.items())
 
 
-@pytest.mark.parametrize("concurrency", ["auto", 4])
-@pytest.mark.parametrize("near", [True, False])
-def test_parts_grow_sooner_where_a_few_connections_are_enough(concurrency, near, monkeypatch):
+@pytest.mark.parametrize(
+    ("mib_each", "count", "part_mib", "is_copied", "most"),
+    [
+        (1, 16, 5, False, AUTO_MOST),
+        (1, 17, 5, False, 3),
+        (1, 17, 16, False, 2),
+        (2, 9, 5, False, AUTO_MOST),
+        (2, 9, 5, True, 3),  # as where a planner converts a file
+    ],
+)
+def test_parts_of_copied_tensors_are_bounded_in_bytes_and_others_are_not(
+    mib_each, count, part_mib, is_copied, most, monkeypatch
+):
+    """Copies may take 16 MiB here: 3 parts of 5 MiB. One part is filled as another is sent."""
+    monkeypatch.setattr(uploading, "COPIED_MOST_BYTES", 16 * MIB)
+    monkeypatch.setattr(uploading.AgreeingSavePlanner, "is_copied", is_copied)
+    upload = Mock(wraps=uploading.upload_object)
+    monkeypatch.setattr(uploading, "upload_object", upload)
+    state = {f"{n}": torch.zeros(mib_each * MIB // 4) for n in range(count)}
+    url, config = memory_url(), dos.TransferConfig(part_size_bytes=part_mib * MIB)
+    dos.save(state, url, config=config, progress=False)
+    if not is_copied:  # by another planner
+        writer = dos.ObjectStoreWriter(f"{url}-2", config=config, progress=False)
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    assert {call.kwargs["most"] for call in upload.call_args_list} == {most}
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "near", "most_mib", "part_mib"),
+    [
+        ("auto", True, 1000, 16),
+        (4, True, 1000, 16),
+        (4, False, 1000, 16),
+        ("auto", False, 1000, 5),
+        # The largest item has an object of its own, however small objects should be.
+        ("auto", True, 5, 8),
+    ],
+)
+def test_parts_grow_where_a_few_connections_are_enough_and_for_the_largest_item(
+    concurrency, near, most_mib, part_mib, monkeypatch
+):
     window = SimpleNamespace(is_near=near)
     monkeypatch.setattr(uploading, "limiter_of", lambda store: SimpleNamespace(window=window))
-    config = dos.TransferConfig(part_size_bytes=5 * MIB, upload_concurrency=concurrency)
-    items: Any = create_default_local_save_plan(
-        {f"{n}": torch.zeros(1).expand(64 * MIB) for n in range(2)}, True
-    ).items
-    plan = uploading._plan_parts(items, SimpleNamespace(), config)  # type: ignore[arg-type]
-    grown = near or concurrency != "auto"
-    assert plan.part_size_bytes == (16 * MIB if grown else 5 * MIB)
-
-
-def test_parts_that_are_the_tensors_own_memory_are_not_bounded(monkeypatch):
-    monkeypatch.setattr(uploading, "COPIED_MOST_BYTES", 0)
-    given: list[int] = []
-    upload = uploading.upload_object
-
-    def noting(*arguments: Any, **settings: Any) -> Any:
-        given.append(settings["most"])
-        return upload(*arguments, **settings)
-
-    monkeypatch.setattr(uploading, "upload_object", noting)
-    state = {"t": torch.zeros(2 * MIB)}
-    dos.save(state, memory_url(), progress=False)
-    writer = dos.ObjectStoreWriter(memory_url(), progress=False)
-    dcp.save(state, storage_writer=writer, no_dist=True)
-    assert given == [AUTO_MOST] * 2
-    monkeypatch.setattr(uploading.AgreeingSavePlanner, "is_copied", True)
-    dos.save(state, memory_url(), progress=False)
-    assert given[2:] == [2], "as where a planner converts a file"
-
-
-def test_parts_are_as_large_as_an_object_of_the_largest_item_needs():
-    """It has an object of its own, however small objects should be."""
-    config = dos.TransferConfig(part_size_bytes=5 * MIB, max_object_size_bytes=5 * MIB)
-    state = {"few": torch.zeros(3), "many": torch.zeros(1).expand(256 * MIB)}
+    config = dos.TransferConfig(
+        part_size_bytes=5 * MIB,
+        upload_concurrency=concurrency,
+        max_object_size_bytes=most_mib * MIB,
+    )
+    state = {f"{n}": torch.zeros(1).expand(64 * MIB) for n in range(2)}
     items = create_default_local_save_plan(state, True).items
-    store = dos.stores.open_store(memory_url())
-    assert uploading._plan_parts(items, store, config).part_size_bytes == 32 * MIB
+    store: Any = SimpleNamespace()
+    assert uploading._plan_parts(items, store, config).part_size_bytes == part_mib * MIB
 
 
 def test_what_changed_and_is_whole_all_the_same_is_told_once_a_tensor(caplog):
@@ -194,15 +210,16 @@ def test_what_changed_and_is_whole_all_the_same_is_told_once_a_tensor(caplog):
         digests: Any = SimpleNamespace(result=lambda: block_digests(body[start:end]))
         return ChangedSlice(key, start, end - start, digests)
 
+    check: Any = partial(uploading._check_changed, store, "data")
     with caplog.at_level(logging.WARNING, logger="dcp_objstore"):
-        uploading._check_changed(store, "data", [])
+        check([])
         assert caplog.text == ""
         changed = [change("b", 0, 10), change("a", 10, 100), change("b", 100, 200)]
-        uploading._check_changed(store, "data", changed)
+        check(changed)
     assert "b, a changed while it was being saved" in caplog.text
     wrong = ChangedSlice("c", 0, 100, changed[0].digests)
     with pytest.raises(dos.errors.InputError, match="changed") as caught:
-        uploading._check_changed(store, "data", [*changed, wrong])
+        check([*changed, wrong])
     assert caught.value.key == "c"
 
 

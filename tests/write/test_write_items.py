@@ -33,13 +33,12 @@ def world() -> Iterator[None]:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Keys of the items that were made, in their order."""
     keys: list[str] = []
-    make = planner._write_items
 
-    def telling(key: str, value: Any, is_coordinator: bool) -> Any:
-        keys.append(key)
-        return make(key, value, is_coordinator)
+    def telling(state: dict[str, Any], is_coordinator: bool) -> Any:
+        keys.extend(state)
+        return create_default_local_save_plan(state, is_coordinator)
 
-    monkeypatch.setattr(planner, "_write_items", telling)
+    monkeypatch.setattr(planner, "create_default_local_save_plan", telling)
     return keys
 
 
