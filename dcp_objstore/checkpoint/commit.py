@@ -95,7 +95,6 @@ class BeginToken:
     """The state of `_COMMIT` when the save began. Picklable.
 
     Attributes:
-        url: URL of the checkpoint.
         marker: the marker: a tombstone or, with overwrite, a committed one. None if there is no
             marker or, with overwrite, if it cannot be read.
         version: the store's version of the marker; None if there is no marker.
@@ -104,7 +103,6 @@ class BeginToken:
         dot_metadata: the condition that `.metadata` is still what it was.
     """
 
-    url: str
     marker: Marker | None
     version: Version | None
     claim: int
@@ -173,7 +171,7 @@ def take_begin_token(
         # Not if the store does not answer: then the save would only fail later.
         remove_beacon(store, beacon)
         raise
-    return BeginToken(store.url, marker, version, claim, beacon=beacon, dot_metadata=seen)
+    return BeginToken(marker, version, claim, beacon=beacon, dot_metadata=seen)
 
 
 def _light(store: ObjectStore, key: str) -> None:
@@ -304,11 +302,9 @@ def commit_checkpoint(
             nothing was committed. (A commit of an earlier claim is replaced instead.)
         SupersededError: a job of a later claim changed the marker; nothing was committed.
         CommitUnknownError: no clear answer before the deadline; the commit may still take effect.
-        InputError: the store refused the PUT for good (rights, credentials), the begin token
-            belongs to another checkpoint, or `user_metadata` is not JSON; nothing was committed.
+        InputError: the store refused the PUT for good (rights, credentials), or `user_metadata` is
+            not JSON; nothing was committed.
     """
-    if begin.url != store.url:
-        raise InputError(f"the begin token belongs to {begin.url}", url=store.url)
     make = partial(
         next_marker,
         commit_id=new_id(),
@@ -349,8 +345,10 @@ def commit_checkpoint(
             fenced=fenced,
         )
         if outcome.landed:
-            seen = outcome.seen
-            superseded = seen is not None and (seen.commit_id != ours or not seen.is_committed)
+            seen = outcome.stored
+            superseded = seen is not None and (
+                seen.record.commit_id != ours or not seen.record.is_committed
+            )
             return CommitResult(
                 ours,
                 superseded,

@@ -41,11 +41,6 @@ class SwapOutcome(Generic[T]):
     landed: bool
     stored: Stored[T] | None = None
 
-    @property
-    def seen(self) -> T | None:
-        """The object in `stored`, without its version."""
-        return None if self.stored is None else self.stored.record
-
 
 def compare_and_swap(
     store: ObjectStore,

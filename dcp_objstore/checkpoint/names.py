@@ -18,7 +18,7 @@ import re
 import secrets
 from typing import Final, NamedTuple
 
-from dcp_objstore.errors import CheckpointCorruptError, InputError
+from dcp_objstore.errors import CheckpointCorruptError
 
 MARKER_KEY: Final = "_COMMIT"
 DOT_METADATA_KEY: Final = ".metadata"
@@ -51,39 +51,18 @@ def new_nonce() -> str:
 
 
 def data_key(rank: int, n: int, nonce: str) -> str:
-    """Return the key of a data object.
-
-    Raises:
-        InputError: a number is negative, or the nonce is not one that `new_nonce` gives.
-    """
-    key = f"__{rank}_{n}.{nonce}.distcp"
-    if parse_data_key(key) is None:
-        raise InputError(f"no data object can be named by rank {rank}, n {n}, nonce {nonce!r}")
-    return key
+    """Return the key of a data object."""
+    return f"__{rank}_{n}.{nonce}.distcp"
 
 
 def index_key(nonce: str) -> str:
-    """Return the key of an index.
-
-    Raises:
-        InputError: the nonce is not one that `new_nonce` gives.
-    """
-    return _with_nonce(f"index.{nonce}.msgpack", _INDEX, nonce)
+    """Return the key of an index."""
+    return f"index.{nonce}.msgpack"
 
 
 def beacon_key(nonce: str) -> str:
-    """Return the key of the beacon of a save (rule 2 of `commit`).
-
-    Raises:
-        InputError: the nonce is not one that `new_nonce` gives.
-    """
-    return _with_nonce(f".save-{nonce}", _BEACON, nonce)
-
-
-def _with_nonce(key: str, form: re.Pattern[str], nonce: str) -> str:
-    if not form.match(key):
-        raise InputError(f"not a nonce: {nonce!r}")
-    return key
+    """Return the key of the beacon of a save (rule 2 of `commit`)."""
+    return f".save-{nonce}"
 
 
 def parse_data_key(key: str) -> DataName | None:

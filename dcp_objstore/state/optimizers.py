@@ -120,7 +120,7 @@ class NamedOptimizer:
             lambda name: any(record.names(name, (place,)) for place in places)
         )
         for rest, saved_path in asked.saved.items():
-            path = self._path_of(rest, saved_path, is_parameter)
+            path = self._path_of(rest, saved_path, asked, is_parameter)
             if path is None:
                 continue
             now = asked.own.get(rest)
@@ -142,12 +142,13 @@ class NamedOptimizer:
             ]
         return asked.wanted
 
-    def _path_of(self, rest: str, path: Path, is_parameter: Callable[[str], bool]) -> Path | None:
+    def _path_of(
+        self, rest: str, path: Path, asked: Asked, is_parameter: Callable[[str], bool]
+    ) -> Path | None:
         """Return where a saved entry belongs in a state dict by first names; None: not here."""
-        assert self._asked is not None
         kind, _, tail = rest.partition(".")
         if kind == "groups":
-            is_own = rest == self._own_groups or self._own_groups not in self._asked.saved
+            is_own = rest == self._own_groups or self._own_groups not in asked.saved
             return path if is_own else None
         if kind not in ("state", "param_groups"):
             return path

@@ -94,12 +94,6 @@ def test_a_listing_leaves_out_a_damaged_step_and_says_so(run, caplog):
     assert listed(run, with_damaged=True) == ["step-1", "step-2"]
 
 
-def test_a_step_whose_marker_goes_as_it_is_listed_is_left_out(run):
-    save(run, "step-1", "step-2")
-    run.on_get = lambda key: run.bucket.delete(key) if key.startswith("step-2/") else None
-    assert listed(run) == ["step-1"]
-
-
 @pytest.mark.parametrize(
     ("marker", "kind"), [(b"{}", CheckpointCorruptError), (b'{"format":99}', UnsupportedError)]
 )

@@ -6,10 +6,11 @@ another job did first.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import pickle
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -22,7 +23,13 @@ from dcp_objstore.checkpoint.catalogue import ClaimRecord, decode_claim, encode_
 from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.checkpoint.commit import CommitResult
 from dcp_objstore.checkpoint.delete import delete
-from dcp_objstore.checkpoint.marker import MAX_CLAIM, decode_marker, new_id, with_checksum
+from dcp_objstore.checkpoint.marker import (
+    MAX_CLAIM,
+    Marker,
+    decode_marker,
+    new_id,
+    with_checksum,
+)
 from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY
 from dcp_objstore.checkpoint.pins import pin, unpin
 from dcp_objstore.checkpoint.read import read_marker
@@ -72,20 +79,20 @@ class Process:
 
     def __init__(self, run: MemoryStore, *, last: int = 10**9, after: bool = False) -> None:
         self.run, self.last, self.after, self.asked = run, last, after, 0
-        self._meeting: tuple[int, Callable[[], object]] | None = None
+        self.meeting: tuple[int, Callable[[], object]] | None = None
         self._lock = threading.Lock()  # markers are read in several threads
 
     def meet(self, number: int, act: Callable[[], object]) -> None:
         """After so many more requests, have something done before the next one."""
-        self._meeting = self.asked + number, act
+        self.meeting = self.asked + number, act
 
     def at(self, name: str) -> Below:
         return Below(self, name)
 
     def ask(self, do: Callable[[], Any]) -> Any:
         with self._lock:
-            if self._meeting is not None and self.asked == self._meeting[0]:
-                (_, act), self._meeting = self._meeting, None
+            if self.meeting is not None and self.asked == self.meeting[0]:
+                (_, act), self.meeting = self.meeting, None
                 act()
         self.asked += 1
         if self.asked > self.last or (self.asked == self.last and not self.after):
@@ -118,8 +125,8 @@ class Job:
         self.process = Process(run, **process)
         self.number = self.take() if number is None else number
 
-    def take(self) -> int:
-        return rule.claim_run(self.process.at(""), self.process.at, clock=TickingClock())
+    def take(self, clock: TickingClock | None = None) -> int:
+        return rule.claim_run(self.process.at(""), self.process.at, clock=clock or TickingClock())
 
     def begin(
         self, name: str, *, overwrite: bool = False, goes_back: bool = False
@@ -132,23 +139,47 @@ class Job:
         def end() -> CommitResult:
             done = finish_upload(store, token, uploaded, goes_back=goes_back, clock=TickingClock())
             if self.number:
-                rule.confirm(
-                    self.process.at(""), self.number, goes_back=goes_back, clock=TickingClock()
-                )
+                self.confirm(goes_back=goes_back)
             return done
 
         return end
 
+    def confirm(self, *, clock: TickingClock | None = None, goes_back: bool = False) -> None:
+        run = self.process.at("")
+        rule.confirm(run, self.number, goes_back=goes_back, clock=clock or TickingClock())
+
     def save(self, name: str, *, overwrite: bool = False, goes_back: bool = False) -> str:
         return self.begin(name, overwrite=overwrite, goes_back=goes_back)().commit_id
+
+    def save_steps(self, *numbers: int) -> dict[str, str]:
+        return {f"step-{number}": self.save(f"step-{number}") for number in numbers}
+
+    def go_back(self, last: int, saves: str = "step-3") -> None:
+        """Only the steps up to `last` are to count."""
+        run, at = self.process.at(""), self.process.at
+        self.number = rule.go_back(
+            run,
+            at,
+            self.number,
+            saves,
+            lambda name: int(name.rpartition("-")[2]) <= last,
+            clock=TickingClock(),
+        )
+
+    def finish(self) -> None:
+        rule.finish(self.process.at(""), self.number, clock=TickingClock())
 
     def delete(self, name: str) -> None:
         delete(self.process.at(name), claim=self.number, clock=TickingClock())
 
 
+def new_run() -> MemoryStore:
+    return MemoryStore("memory://test/run")
+
+
 @pytest.fixture
 def run() -> MemoryStore:
-    return MemoryStore("memory://test/run")
+    return new_run()
 
 
 def listed(run: MemoryStore, **settings: Any) -> dict[str, str]:
@@ -158,6 +189,16 @@ def listed(run: MemoryStore, **settings: Any) -> dict[str, str]:
     for step in found:
         named(process.at(step.name))
     return {step.name: step.marker.commit_id for step in found}
+
+
+def marker_of(run: MemoryStore, name: str) -> Marker:
+    stored = read_marker(Process(run).at(name))
+    assert stored is not None
+    return stored.record
+
+
+def pin_step(run: MemoryStore, name: str) -> None:
+    pin(Process(run).at(name), "paper", clock=TickingClock())
 
 
 def trace(run: MemoryStore, act: Callable[[], object]) -> list[str]:
@@ -186,7 +227,7 @@ def claims_in(put: Put) -> str:
         return str(decode_marker(put.data).claim)
     claim = decode_claim(put.data)
     back = f", going back by {claim.going_back.step}" if claim.going_back else ""
-    return f"{claim.number}, base {claim.base}{back}{', finished' if claim.finished else ''}"
+    return f"{claim.number}, base {claim.base}{back}"
 
 
 # --- a superseded job
@@ -194,10 +235,9 @@ def claims_in(put: Put) -> str:
 
 def test_a_superseded_job_cannot_replace_a_step(run):
     zombie = Job(run)
-    before = {"step-1": zombie.save("step-1")}
+    before = zombie.save_steps(1)
     late = zombie.begin("step-1", overwrite=True)
-    successor = Job(run)
-    before["step-2"] = successor.save("step-2")
+    before |= Job(run).save_steps(2)
     for name in before:
         with pytest.raises(SupersededError, match="claim 2"):
             zombie.save(name, overwrite=True)
@@ -210,11 +250,11 @@ def test_a_superseded_job_cannot_replace_a_step(run):
 
 def test_a_deletion_that_meets_the_take_over_deletes_nothing(run):
     zombie = Job(run)
-    first = zombie.save("step-1")
+    before = zombie.save_steps(1)
     run.on_put = in_turn(f"step-1/{MARKER_KEY}", lambda _: Job(run))
     with pytest.raises(SupersededError):
         zombie.delete("step-1")
-    assert listed(run) == {"step-1": first}
+    assert listed(run) == before
 
 
 def test_a_save_without_a_claim_is_refused_and_what_it_had_begun_does_not_count(run):
@@ -230,86 +270,34 @@ def test_a_save_without_a_claim_is_refused_and_what_it_had_begun_does_not_count(
     assert trace(run, partial(refuse, 2, CheckpointCorruptError, "removed")) == ["get _CLAIM"]
     rule.refuse_uncounted(Process(run).at(""), 1)
     assert listed(run) == {}
-    assert decode_marker_of(run, "step-1").format == 1
-
-
-def test_older_versions_do_not_rewrite_a_marker_with_a_claim(run):
-    """They would lose the claim, and with it the step."""
-    Job(run).save("step-1")
-    assert decode_marker_of(run, "step-1").format == 2
-    Job(run, 0).save("other/step-1")
-    pin(Process(run).at("step-1"), "paper", clock=TickingClock())
-    marker = decode_marker_of(run, "step-1")
-    assert (marker.format, marker.claim) == (2, 1)
-
-
-def decode_marker_of(run: MemoryStore, name: str) -> Any:
-    stored = read_marker(Process(run).at(name))
-    assert stored is not None
-    return stored.record
-
-
-# --- what a zombie left
-
-
-def test_what_a_superseded_job_left_does_not_stop_the_one_that_trains(run):
-    zombie = Job(run)
-    late = zombie.begin("step-1")
-    successor = Job(run)
-    with pytest.raises(SupersededError):
-        late()
-    commit_id = successor.save("step-1")
-    assert listed(run) == {"step-1": commit_id}
-    with pytest.raises(CheckpointExistsError):
-        successor.save("step-1")
 
 
 def test_zombies_that_beat_a_commit_are_replaced(run):
     """Each comes right before one of our PUTs, the second even on top of the first."""
-    ends = [Job(run).begin("step-1")]
+    first = Job(run).begin("step-1")
     second = Job(run)
-    successor = Job(run)
-    late = successor.begin("step-1")
-    key = f"step-1/{MARKER_KEY}"
-
-    def beat(_: Put) -> None:
-        with pytest.raises(SupersededError):
-            ends.pop()() if ends else second.save("step-1")
-        run.on_put = in_turn(key, beat) if not again else in_turn(key, UNANSWERED)
-        again.append(True)
-
-    again: list[bool] = []
-    run.on_put = in_turn(key, beat)
-    done = late()
-    assert listed(run) == {"step-1": done.commit_id}
-    assert len(done.marker.log) == 2
-
-
-def test_a_put_that_a_superseded_job_beat_counts_as_an_attempt(run):
-    end = Job(run).begin("step-1")
     late = Job(run).begin("step-1")
 
-    def beat(_: Put) -> None:
+    def beat(commit: Callable[[], object]) -> None:
         with pytest.raises(SupersededError):
-            end()
+            commit()
 
-    run.on_put = in_turn(f"step-1/{MARKER_KEY}", LOST, beat, None, LOST)
-    assert late().attempts == 4
+    key = f"step-1/{MARKER_KEY}"
 
+    def beat_again(_: Put) -> None:
+        run.on_put = None
+        beat(partial(second.save, "step-1"))
+        run.on_put = in_turn(key, UNANSWERED)
 
-def test_a_pinned_step_of_a_superseded_job_is_left_alone(run):
-    zombie = Job(run)
-    end = zombie.begin("step-1")
-    successor = Job(run)
-    late = successor.begin("step-1")
-    with pytest.raises(SupersededError):
-        end()
-    pin(Process(run).at("step-1"), "paper", clock=TickingClock())
-    with pytest.raises(CheckpointExistsError, match="pinned"):
-        successor.save("step-1")
-    with pytest.raises(CommitLostError):
-        late()
-    assert decode_marker_of(run, "step-1").claim == 1
+    def beat_first(_: Put) -> None:
+        run.on_put = None
+        beat(first)
+        run.on_put = in_turn(key, beat_again)
+
+    run.on_put = in_turn(key, beat_first)
+    done = late()
+    assert listed(run) == {"step-1": done.commit_id}
+    assert (len(done.marker.log), done.attempts) == (2, 3)
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["new", "replaces"])
@@ -345,101 +333,62 @@ def test_a_commit_that_a_sweep_fenced_off_is_not_put_over_a_zombies(run, there, 
     named(Process(run).at("step-1"))  # the zombie's is whole
 
 
-@pytest.mark.parametrize("by", ["the same job", "a later one"])
-def test_a_save_whose_data_a_sweep_has_removed_is_told_who_changed_the_marker(run, by):
-    job = Job(run)
-    job.save("step-1")
-    late = job.begin("step-1", overwrite=True)
-    if by == "a later one":
-        Job(run)
-    aged = AgedStore(Process(run).at("step-1"))
-    while loose(aged):
-        aged.age()
-        sweep(aged, dot_metadata=DESCRIBED, clock=TickingClock())
-    with pytest.raises(LostRaceError) as caught:
-        late()
-    assert type(caught.value) is (CommitLostError if by == "the same job" else SupersededError)
-    assert len(listed(run)) == 1
-
-
 # --- success
 
 
-def test_what_was_acknowledged_is_in_the_successors_list_wherever_the_take_over_came(run):
+def test_what_was_acknowledged_is_in_the_successors_list_wherever_the_take_over_came():
     """The take-over comes before each request of the save, in turn."""
-    moments = 0
-    while True:
-        world = MemoryStore("memory://test/run")
+    for moment in itertools.count():
+        world = new_run()
         old = Job(world)
-        acknowledged = {"step-1": old.save("step-1")}
-        asked = old.process.asked
-        old.process.meet(moments, partial(Job, world))
-        with contextlib.suppress(LostRaceError):
-            acknowledged["step-2"] = old.save("step-2")
-        assert acknowledged.items() <= listed(world).items(), moments
-        if old.process.asked - asked <= moments:
+        acknowledged = old.save_steps(1)
+        old.process.meet(moment, partial(Job, world))
+        with suppress(LostRaceError):
+            acknowledged |= old.save_steps(2)
+        assert acknowledged.items() <= listed(world).items(), moment
+        if old.process.meeting:
             break
-        moments += 1
-    assert moments >= 7
+    assert moment >= 7
     assert "step-2" in acknowledged
 
 
-def test_a_save_that_cannot_see_the_claim_is_no_success(run):
-    job = Job(run)
-    end = job.begin("step-1")
-
-    def refuse(key: str) -> None:
-        if key == CLAIM_KEY:
-            raise StoreUnavailableError("503")
-
-    run.on_get = refuse
-    with pytest.raises(CommitUnknownError, match="_CLAIM could not be read"):
-        end()
+AWAY, REFUSED = StoreUnavailableError("503"), PermissionDeniedError("403")
 
 
-def test_a_claim_that_may_not_be_read_is_asked_for_once(run):
-    """A refusal stays one: a save must not hold training for a minute to find that out."""
-    job = Job(run)
-    job.save("step-1")
-    clock = TickingClock()
+@pytest.mark.parametrize(
+    ("answers", "kind", "asked"),
+    [
+        ([AWAY, AWAY], None, 3),
+        ([AWAY] * 1000, CommitUnknownError, None),
+        ([REFUSED], CommitUnknownError, 1),  # training is not held up for a minute to find out
+        (None, CheckpointCorruptError, 2),  # it was removed: a 404 is asked again
+    ],
+    ids=["away for a moment", "away", "refused", "removed"],
+)
+def test_a_save_is_a_success_only_if_the_claim_was_read_after_it(run, answers, kind, asked):
+    job, left, clock = Job(run), list(answers or ()), TickingClock()
 
-    def refuse(key: str) -> None:
-        raise PermissionDeniedError("403")
+    def answer(key: str) -> None:
+        if left:
+            raise left.pop()
 
-    run.on_get = refuse
+    run.on_get = answer
+    if answers is None:
+        run.delete(CLAIM_KEY)
     before = len(run.requests)
-    with pytest.raises(CommitUnknownError, match="403"):
-        rule.confirm(job.process.at(""), job.number, clock=clock)
-    assert run.requests[before:] == [("get", CLAIM_KEY)]
-    assert clock.now == 0
-
-
-def test_a_claim_whose_store_is_away_for_a_moment_is_asked_for_again(run):
-    job, away = Job(run), [StoreUnavailableError("503"), StoreUnavailableError("503")]
-
-    def refuse(key: str) -> None:
-        if away:
-            raise away.pop()
-
-    run.on_get = refuse
-    confirm = partial(rule.confirm, job.process.at(""), job.number, clock=TickingClock())
-    assert trace(run, confirm) == ["get _CLAIM"] * 3
-
-
-def test_a_claim_that_somebody_removed_is_damage(run):
-    job = Job(run)
-    end = job.begin("step-1")
-    run.delete(CLAIM_KEY)
-    with pytest.raises(CheckpointCorruptError, match="removed"):
-        end()
+    with pytest.raises(kind) if kind else nullcontext():
+        job.confirm(clock=clock)
+    sent = run.requests[before:]
+    assert sent == [("get", CLAIM_KEY)] * (asked or len(sent))
+    assert bool(clock.now) == (AWAY in (answers or ()))
 
 
 # --- taking over
 
 
 def test_all_steps_that_count_are_adopted_and_others_are_not(run):
-    plain = {f"step-{n}": Job(run, 0).save(f"step-{n}") for n in (9, 10)}
-    pin(Process(run).at("step-9"), "paper", clock=TickingClock())
+    plain = Job(run, 0).save_steps(9, 10)
+    pin_step(run, "step-9")
     first = Job(run)
     stray = first.begin("step-11")
     second = Job(run)
@@ -448,47 +397,37 @@ def test_all_steps_that_count_are_adopted_and_others_are_not(run):
     third = Job(run)
     assert (first.number, second.number, third.number) == (1, 2, 3)
     assert list(listed(run).items()) == list(plain.items())
-    assert decode_marker_of(run, "step-9").claim == 3
-    assert decode_marker_of(run, "step-9").pins == ("paper",)
-    assert decode_marker_of(run, "step-11").claim == 1
-
-
-def take_over(world: MemoryStore, others: list[Job]) -> None:
-    others.append(Job(world))
+    assert (marker_of(run, "step-9").claim, marker_of(run, "step-9").pins) == (3, ("paper",))
+    assert marker_of(run, "step-11").claim == 1
 
 
 @pytest.mark.parametrize("owned", [False, True], ids=["first", "again"])
 def test_of_two_that_take_over_at_once_exactly_one_trains(owned):
     """The other comes before each request of the first, in turn."""
-    moment = 0
-    while True:
-        world = MemoryStore("memory://test/run")
-        old = {"step-1": (Job(world) if owned else Job(world, 0)).save("step-1")}
-        process, others = Process(world), []
-        process.meet(moment, partial(take_over, world, others))
-        trains = []
+    for moment in itertools.count():
+        world = new_run()
+        old = (Job(world) if owned else Job(world, 0)).save_steps(1)
+        one, others = Job(world, 0), []
+        one.process.meet(moment, lambda: others.append(Job(world)))  # noqa: B023 - at once
         try:
-            number = rule.claim_run(process.at(""), process.at, clock=TickingClock())
+            one.number = one.take()
         except SupersededError:
-            trains = others
+            [winner] = others
         else:
-            trains = [Job(world, number)]
+            winner = one
             for other in others:
                 with pytest.raises(SupersededError):
                     other.save("step-2")
         if not others:
             break
-        [winner] = trains
         assert listed(world) == old
-        old["step-2"] = winner.save("step-2")
+        old |= winner.save_steps(2)
         assert listed(world) == old
-        moment += 1
     assert moment >= 7
 
 
 def test_what_a_claim_asks_of_its_run(run, caplog):
-    for n in (1, 2):
-        Job(run, 0).save(f"step-{n}")
+    Job(run, 0).save_steps(1, 2)
     markers = ["list", "get step-1", "get step-2"]
     assert trace(run, lambda: Job(run)) == [
         *("get _CLAIM", *markers),
@@ -505,8 +444,7 @@ def test_what_a_claim_asks_of_its_run(run, caplog):
 
 def test_a_claim_that_meets_another_ending_does_not_revive_steps(run):
     """The other's second PUT, which raises the base, lands right before our first."""
-    zombie = Job(run)
-    stray = zombie.begin("step-1")
+    stray = Job(run).begin("step-1")
 
     def come_before(second: Put) -> None:
         with pytest.raises(SupersededError):
@@ -518,22 +456,6 @@ def test_a_claim_that_meets_another_ending_does_not_revive_steps(run):
     run.on_put = in_turn(CLAIM_KEY, None, come_before)
     assert Job(run).number == 2
     assert listed(run) == {}
-
-
-def test_a_claim_gives_up_where_another_has_begun_since_it_looked(run):
-    """Even if the other has died: the next claim goes on from there."""
-    steps = {"step-1": Job(run).save("step-1")}
-
-    def begin_and_die() -> None:
-        with pytest.raises(Dead):
-            Job(run, last=3)
-
-    process = Process(run)
-    process.meet(1, begin_and_die)
-    with pytest.raises(SupersededError, match="claim 2"):
-        rule.claim_run(process.at(""), process.at, clock=TickingClock())
-    assert Job(run).number == 3
-    assert listed(run) == steps
 
 
 def test_a_claim_that_somebody_removes_in_the_middle_is_not_taken(run):
@@ -551,28 +473,24 @@ def test_a_claim_ends_at_the_deadline_if_others_keep_changing_the_steps(run):
 
     def change(put: Put) -> None:
         if put.key != CLAIM_KEY and decode_marker(put.data).claim == 2:
-            pin(step, "paper", clock=TickingClock())
+            pin_step(run, "step-1")
             unpin(step, "paper", clock=TickingClock())
 
     run.on_put = change
-    process = Process(run)
     with pytest.raises(RetryableError, match="claim it again") as caught:
-        rule.claim_run(process.at(""), process.at, clock=clock)
+        Job(run, 0).take(clock)
     assert caught.value.url == run.url
     assert 2 <= clock.now < 3
 
 
 def test_a_step_that_somebody_rewrites_during_the_take_over_is_not_lost(run):
     """A pin, which belongs to no job, comes right before the step is adopted."""
-    job = Job(run)
-    before = {f"step-{n}": job.save(f"step-{n}") for n in (1, 2)}
-
-    step = Process(run).at("step-1")
-    run.on_put = in_turn(f"step-1/{MARKER_KEY}", lambda _: pin(step, "paper", clock=TickingClock()))
+    before = Job(run).save_steps(1, 2)
+    run.on_put = in_turn(f"step-1/{MARKER_KEY}", lambda _: pin_step(run, "step-1"))
     since = len(run.puts)
     assert Job(run).number == 2
     assert listed(run) == before
-    assert decode_marker_of(run, "step-1").pins == ("paper",)
+    assert marker_of(run, "step-1").pins == ("paper",)
     puts = [put.key for put in run.puts[since:]]
     assert puts.count("step-2/_COMMIT") == 1, "it was adopted already"
     assert puts.count(CLAIM_KEY) == 2
@@ -581,20 +499,17 @@ def test_a_step_that_somebody_rewrites_during_the_take_over_is_not_lost(run):
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("owned", [False, True], ids=["first", "again"])
 def test_after_a_crash_at_any_request_another_take_over_loses_nothing(after, owned):
-    last = 0
-    while True:
-        last += 1
-        world = MemoryStore("memory://test/run")
+    for last in itertools.count(1):
+        world, died = new_run(), False
         old = Job(world) if owned else Job(world, 0)
-        before = {f"step-{n}": old.save(f"step-{n}") for n in (1, 2, 3)}
+        before = old.save_steps(1, 2, 3)
         try:
             Job(world, last=last, after=after)
-            died = False
         except Dead:
             died = True
         if owned:  # until somebody has it, a job that is told success keeps what it saves
-            with contextlib.suppress(SupersededError):
-                before["step-4"] = old.save("step-4")
+            with suppress(SupersededError):
+                before |= old.save_steps(4)
         assert before.items() <= listed(world).items()
         Job(world)
         assert before.items() <= listed(world).items()
@@ -610,36 +525,18 @@ def test_after_a_crash_at_any_request_another_take_over_loses_nothing(after, own
 @pytest.mark.parametrize("fate", [LOST, UNANSWERED, DELAYED])
 @pytest.mark.parametrize("which", [1, 2])
 def test_a_take_over_whose_answers_are_lost_comes_true(run, key, fate, which):
-    before = {"step-1": Job(run).save("step-1")}
+    before = Job(run).save_steps(1)
     run.on_put = in_turn(key, *[None] * (which - 1), fate)
     successor = Job(run)
     run.deliver()
-    before["step-2"] = successor.save("step-2")
+    before |= successor.save_steps(2)
     assert listed(run) == before
     assert successor.number == 2
 
 
-def test_a_take_over_without_answers_is_unknown_and_the_next_one_works(run):
-    before = {"step-1": Job(run).save("step-1")}
-    for key in (CLAIM_KEY, f"step-1/{MARKER_KEY}"):
-        run.on_put = in_turn(key, *[UNANSWERED] + [LOST] * 1000)
-
-        def refuse(asked: str, key: str = key) -> None:
-            if asked == key and run.puts[-1].key == key:
-                raise StoreUnavailableError("503")
-
-        run.on_get = refuse
-        with pytest.raises(CommitUnknownError):
-            Job(run)
-        run.on_put = run.on_get = None
-        assert listed(run) == before
-        Job(run)
-        assert listed(run) == before
-
-
 def test_steps_that_were_copied_from_another_run_count(run):
     """With a later claim than this run has, before it was ever taken over or afterwards."""
-    wanted = copy_steps(run, 4, "step-1", "step-2")
+    wanted = copy_steps(run, 4, 1, 2)
     step_2 = run.bucket.copy().objects
     assert Job(run).number == 5
     for key in run.bucket.keys("step-2/"):  # with claim 4, where step-1 has claim 5
@@ -653,20 +550,15 @@ def test_steps_that_were_copied_from_another_run_count(run):
     assert listed(run) == wanted
 
 
-def copy_steps(run: MemoryStore, claim: int, *names: str) -> dict[str, str]:
+def copy_steps(run: MemoryStore, claim: int, *numbers: int) -> dict[str, str]:
     """Copy steps, as they are, from a run with so many claims."""
     other = MemoryStore("memory://test/other")
     for _ in range(claim):
         job = Job(other)
-    copied = {name: job.save(name) for name in names}
+    copied = job.save_steps(*numbers)
     for meta in list(other.list("step-")):
         run.put(meta.key, other.body(meta.key))
     return copied
-
-
-def spoil(run: MemoryStore, name: str, marker: bytes) -> None:
-    run.put(f"{name}/{MARKER_KEY}", marker)
-    run.put(f"{name}/index.of.another.form", b"")  # a marker alone would be a tombstone
 
 
 @pytest.mark.parametrize(
@@ -674,8 +566,7 @@ def spoil(run: MemoryStore, name: str, marker: bytes) -> None:
 )
 def test_a_claim_that_cannot_read_a_step_is_refused_and_no_step_stops_counting(run, marker, kind):
     """Or the step would never count again, although perhaps only a proxy had answered."""
-    job = Job(run)
-    good = {name: job.save(name) for name in ("step-1", "step-2", "step-3")}
+    good = Job(run).save_steps(1, 2, 3)
     body = run.body(f"step-2/{MARKER_KEY}")
     run.put(f"step-2/{MARKER_KEY}", marker)
     with pytest.raises(kind, match="step-2"):
@@ -687,8 +578,7 @@ def test_a_claim_that_cannot_read_a_step_is_refused_and_no_step_stops_counting(r
 
 
 def test_a_step_that_one_listing_lacks_is_adopted_all_the_same(run):
-    job = Job(run)
-    every = {name: job.save(name) for name in ("step-1", "step-2")}
+    every = Job(run).save_steps(1, 2)
     hidden: dict[str, Any] = {}
 
     def hide() -> None:
@@ -696,54 +586,26 @@ def test_a_step_that_one_listing_lacks_is_adopted_all_the_same(run):
             run.objects.update(hidden)
             run.on_list = None
         else:
-            hidden.update({key: run.objects[key] for key in run.bucket.keys("") if "step-2" in key})
-            for key in hidden:
-                del run.objects[key]
+            hidden.update({key: run.objects.pop(key) for key in list(run.objects) if "-2/" in key})
 
     run.on_list = hide
     Job(run)
     assert listed(run) == every
 
 
-def test_a_step_with_a_damaged_marker_is_listed_where_that_is_asked_for(run):
-    Job(run).save("step-1")
-    Job(run).save("step-2")
-    run.put(f"step-2/{MARKER_KEY}", b"{}")
-    process = Process(run)
-    steps = list_run(process.at(""), process.at, with_damaged=True, clock=TickingClock()).steps
-    assert [(step.name, step.error is not None) for step in steps] == [
-        ("step-1", False),
-        ("step-2", True),
-    ]
-
-
 # --- going back
-
-
-def up_to(last: int) -> Callable[[str], bool]:
-    return lambda name: int(name.rpartition("-")[2]) <= last
-
-
-def go_back(job: Job, last: int, process: Process | None = None, saves: str = "step-3") -> None:
-    process = process or job.process
-    job.number = rule.go_back(
-        process.at(""), process.at, job.number, saves, up_to(last), clock=TickingClock()
-    )
 
 
 def test_later_steps_count_until_the_job_that_went_back_has_committed_and_then_never(run, caplog):
     job = Job(run)
-    for n in (1, 2, 3, 4):
-        job.save(f"step-{n}")
-    before = listed(run)
-    go_back(job, 2)
+    before = job.save_steps(1, 2, 3, 4)
+    job.go_back(2)
     assert "When step-3 is saved, these 2 steps no longer count: step-3, step-4" in caplog.text
     end = job.begin("step-3", goes_back=True)
     assert listed(run) == before, "the save may still fail"
     kept = {name: before[name] for name in ("step-1", "step-2")}
     kept["step-3"] = end().commit_id
     assert listed(run) == kept
-    assert kept["step-3"] != before["step-3"]
     named(Process(run).at("step-4"))  # it is whole, for any reader
     Job(run)
     assert listed(run) == kept
@@ -753,67 +615,47 @@ def test_later_steps_count_until_the_job_that_went_back_has_committed_and_then_n
 
 def test_what_going_back_asks_of_the_run_and_says(run, caplog):
     job = Job(run)
-    for n in (1, 2, 3):
-        job.save(f"step-{n}")
-    pin(Process(run).at("step-2"), "paper", clock=TickingClock())
-    assert trace(run, lambda: go_back(job, 1)) == [
+    job.save_steps(1, 2, 3)
+    pin_step(run, "step-2")
+    assert trace(run, lambda: job.go_back(1)) == [
         *("get _CLAIM", "put _CLAIM 2, base 1", "get _CLAIM", "list"),
         *("get step-1", "get step-2", "get step-3", "put step-1 2", "list"),
         *("put _CLAIM 2, base 1, going back by step-3", "get _CLAIM"),
     ]
     assert job.number == 2
-    lines = [record.getMessage() for record in caplog.records]
-    assert lines == [
-        "memory://test/run: this job went back to an earlier step. When step-3 is saved, these 2"
-        " steps no longer count: step-2, step-3",
-        "memory://test/run/step-2 is pinned (paper), so it stays; remove the pin before you save"
-        " this step again",
-    ]
-    assert trace(run, lambda: rule.confirm(job.process.at(""), 2, goes_back=True)) == [
-        *("get _CLAIM", "put _CLAIM 2, base 2")
-    ]
+    [_, pinned] = [record.getMessage() for record in caplog.records]
+    assert "run/step-2 is pinned (paper), so it stays" in pinned
+    assert trace(run, lambda: job.confirm(goes_back=True)) == ["get _CLAIM", "put _CLAIM 2, base 2"]
 
 
 @pytest.mark.parametrize("claim", [1, 2, 3])
 def test_a_job_goes_back_past_a_step_that_was_copied_from_another_run(run, claim):
     """Whatever its claim: also with the number that the job is about to take."""
     job = Job(run)
-    kept = {"step-1": job.save("step-1")}
-    copied = copy_steps(run, claim, "step-2")
-    go_back(job, 1, saves="step-2")
+    kept = job.save_steps(1)
+    copied = copy_steps(run, claim, 2)
+    job.go_back(1, saves="step-2")
     assert listed(run) == kept | copied
     assert job.number == max(2, claim + 1)
     kept["step-2"] = job.save("step-2", goes_back=True)
     assert listed(run) == kept
 
 
-def test_a_superseded_job_that_goes_back_changes_nothing(run):
-    zombie = Job(run)
-    before = {f"step-{n}": zombie.save(f"step-{n}") for n in (1, 2)}
-    successor = Job(run)
-    before["step-3"] = successor.save("step-3")
-    with pytest.raises(SupersededError, match="stop this job"):
-        go_back(zombie, 1)
-    assert listed(run) == before
-    before["step-4"] = successor.save("step-4")
-    assert listed(run) == before
-
-
 def test_a_save_that_commits_nothing_makes_no_step_stop_counting(run):
     """The next save of the job does, or another job goes on with all of them."""
     job = Job(run)
-    every = {f"step-{n}": job.save(f"step-{n}") for n in (1, 2, 3)}
-    pin(Process(run).at("step-2"), "paper", clock=TickingClock())
-    go_back(job, 1, saves="step-2")
+    every = job.save_steps(1, 2, 3)
+    pin_step(run, "step-2")
+    job.go_back(1, saves="step-2")
     with pytest.raises(CheckpointExistsError, match="paper"):
         job.save("step-2", overwrite=True, goes_back=True)
     assert listed(run) == every
-    go_back(job, 1, saves="step-4")
+    job.go_back(1, saves="step-4")
     successor = Job(run)
     with pytest.raises(SupersededError):
         job.save("step-4", goes_back=True)
     assert listed(run) == every
-    go_back(successor, 1, saves="step-4")
+    successor.go_back(1, saves="step-4")
     new = successor.save("step-4", goes_back=True)
     assert listed(run) == {"step-1": every["step-1"], "step-4": new}
 
@@ -821,8 +663,8 @@ def test_a_save_that_commits_nothing_makes_no_step_stop_counting(run):
 def test_what_was_left_stays_left_though_the_step_that_decided_is_deleted(run):
     """Before the base has risen in `_CLAIM`: its tombstone still has it."""
     job = Job(run)
-    every = {f"step-{n}": job.save(f"step-{n}") for n in (1, 2, 3)}
-    go_back(job, 1, saves="step-2")
+    every = job.save_steps(1, 2, 3)
+    job.go_back(1, saves="step-2")
     store = job.process.at("step-2")
     token = commits.take_begin_token(store, overwrite=True, claim=job.number)
     finish_upload(store, token, upload(store), goes_back=True)
@@ -835,16 +677,14 @@ def test_what_was_left_stays_left_though_the_step_that_decided_is_deleted(run):
 
 def test_of_one_that_goes_back_and_one_that_takes_over_exactly_one_trains():
     """The other comes before each request of the first, in turn."""
-    moment, outcomes = 0, []
-    while True:
-        world = MemoryStore("memory://test/run")
+    outcomes = []
+    for moment in itertools.count():
+        world, others = new_run(), []
         old = Job(world)
-        before = {f"step-{n}": old.save(f"step-{n}") for n in (1, 2)}
-        process, others = Process(world), []
-        process.meet(moment, partial(take_over, world, others))
-        old.process = process
+        before = old.save_steps(1, 2)
+        old.process.meet(moment, lambda: others.append(Job(world)))  # noqa: B023 - at once
         try:
-            go_back(old, 1)
+            old.go_back(1)
             old.save("step-3", goes_back=True)
         except SupersededError:
             [winner] = others
@@ -857,11 +697,10 @@ def test_of_one_that_goes_back_and_one_that_takes_over_exactly_one_trains():
         some = {name: one for name, one in found.items() if name != "step-3"}
         assert some in (before, {"step-1": before["step-1"]}), "all of it, or nothing"
         assert ("step-3" in found) == ("step-2" not in found), "the commit decides"
-        found["step-4"] = winner.save("step-4")
+        found |= winner.save_steps(4)
         assert listed(world) == found
         if not others:
             break
-        moment += 1
     assert moment >= 12
     assert outcomes == sorted(outcomes)
     assert outcomes[-1]
@@ -870,63 +709,39 @@ def test_of_one_that_goes_back_and_one_that_takes_over_exactly_one_trains():
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_after_a_crash_while_going_back_all_later_steps_count_or_none(after):
     """At each request, of the first save, too. What its commit has decided is not undone."""
-    last, outcomes = 0, []
-    while True:
-        last += 1
-        world = MemoryStore("memory://test/run")
+    outcomes = []
+    for last in itertools.count(1):
+        world, died = new_run(), False
         job = Job(world)
-        every = {f"step-{n}": job.save(f"step-{n}") for n in (1, 2, 3, 4)}
+        every = job.save_steps(1, 2, 3, 4)
         some = {name: every[name] for name in ("step-1", "step-2")}
         job.process = Process(world, last=last, after=after)
-        died = False
         try:
-            go_back(job, 2)
+            job.go_back(2)
             job.save("step-3", goes_back=True)
         except Dead:
             died = True
         found = listed(world)
-        went_back = found != every
-        if went_back:
-            assert {name: found[name] for name in some} == some
-            assert set(found) == {*some, "step-3"}
+        if found != every:
+            assert found == {**some, "step-3": found["step-3"]}
             assert found["step-3"] != every["step-3"]
-        outcomes.append(went_back)
+        outcomes.append(found != every)
         for _ in range(2):
             Job(world)
             assert listed(world) == found
         if not died:
             break
     assert outcomes == sorted(outcomes), "once they do not count they never do"
-    assert outcomes[-1]
     assert outcomes.count(True) >= 3, "after the commit come more requests"
 
 
-def test_a_list_that_a_take_over_ran_through_is_made_again(run):
-    zombie = Job(run)
-    first = zombie.save("step-1")
-    late = zombie.begin("step-2")
-    state: list[str] = []
-
-    def take_over_and_add(key: str) -> None:
-        # The lister has read `_CLAIM`, and now reads its first marker.
-        if key == f"step-1/{MARKER_KEY}" and not state:
-            state.append("once")
-            successor = Job(run)
-            successor.delete("step-1")
-            successor.save("step-3")
-            with pytest.raises(SupersededError):
-                late()
-
-    run.on_get = take_over_and_add
-    found = listed(run)
-    assert first not in found.values()
-    assert set(found) == {"step-3"}
+# --- the list
 
 
 def test_a_list_during_which_the_base_rose_is_made_again(run):
     """The successor's number is there already; its second PUT comes while the list is made."""
     zombie = Job(run)
-    first = zombie.save("step-1")
+    first = zombie.save_steps(1)
     late = zombie.begin("step-2")
     found: dict[str, str] = {}
 
@@ -944,105 +759,84 @@ def test_a_list_during_which_the_base_rose_is_made_again(run):
 
     run.on_put = in_turn(CLAIM_KEY, None, list_before_it_arrives)
     Job(run)
-    assert found == {"step-1": first}
+    assert found == first
 
 
 def test_requests_of_a_list_are_bounded(run):
-    job = Job(run)
-    for n in range(40):
-        job.save(f"step-{n}")
-    for settings, markers in (({}, 40), ({"newest": 1}, 1), ({"newest": 3}, 3)):
+    Job(run).save_steps(*range(40))
+    process = Process(run)
+    for newest, markers in ((None, 40), (1, 1), (3, 3)):
         before = len(run.requests)
-        found = list(listed_names(run, **settings))
-        asked = run.requests[before:]
-        assert len(asked) == 2 + 1 + markers
-        assert found == [f"step-{n}" for n in range(40 - markers, 40)]
+        found = list_run(process.at(""), process.at, newest=newest, clock=TickingClock()).steps
+        assert len(run.requests) - before == 2 + 1 + markers
+        assert [step.name for step in found] == [f"step-{n}" for n in range(40 - markers, 40)]
 
 
 def test_a_claim_reads_no_marker_of_a_deleted_step_whose_objects_are_gone(run):
     job = Job(run)
-    for n in range(12):
-        job.save(f"step-{n}")
-    for n in range(10):
-        job.delete(f"step-{n}")
-        store = job.process.at(f"step-{n}")
-        for meta in store.list():
-            if meta.key != MARKER_KEY:
-                store.delete(meta.key)
+    job.save_steps(*range(5))
+    for name in ("step-1", "step-2", "step-3"):
+        job.delete(name)
     before = len(run.requests)
     second = Job(run)
-    assert all(f"step-{n}/" not in str(one) for one in run.requests[before:] for n in range(10))
-    assert list(listed(run)) == ["step-10", "step-11"]
+    assert not [key for _, key in run.requests[before:] if key.startswith(("step-1", "step-3"))]
+    assert list(listed(run)) == ["step-0", "step-4"]
     # Rule C5 holds there, too: the marker is of an earlier claim.
     second.save("step-3")
-    assert list(listed(run)) == ["step-3", "step-10", "step-11"]
-
-
-def listed_names(run: MemoryStore, **settings: Any) -> list[str]:
-    process = Process(run)
-    steps = list_run(process.at(""), process.at, clock=TickingClock(), **settings).steps
-    return [step.name for step in steps]
+    assert list(listed(run)) == ["step-0", "step-3", "step-4"]
 
 
 # --- the end
 
 
-def finish(job: Job) -> None:
-    rule.finish(job.process.at(""), job.number, clock=TickingClock())
-
-
 def is_finished(run: MemoryStore) -> bool:
-    process = Process(run)
-    claim = list_run(process.at(""), process.at, clock=TickingClock()).claim
-    return claim is not None and claim.finished
+    return decode_claim(run.body(CLAIM_KEY)).finished
 
 
 @pytest.mark.parametrize("fate", [None, LOST, UNANSWERED])
 def test_a_job_finishes_its_run_until_the_next_claim(run, fate):
     job = Job(run)
-    steps = {"step-1": job.save("step-1")}
-    run.on_put = in_turn(CLAIM_KEY, *([] if fate is None else [fate]))
-    finish(job)
+    steps = job.save_steps(1)
+    run.on_put = in_turn(CLAIM_KEY, fate)
+    job.finish()
     assert is_finished(run)
-    steps["step-2"] = job.save("step-2")  # no rule looks at it
+    steps |= job.save_steps(2)  # no rule looks at it
     assert listed(run) == steps
     assert Job(run).number == 2
     assert not is_finished(run)
     assert listed(run) == steps
 
 
-def test_the_note_that_a_run_is_finished_does_not_keep_the_next_job_from_it(run):
+def test_the_note_that_a_run_is_finished_does_not_keep_the_next_job_from_it():
     """It comes before each request of the claim, in turn; only as long as the old job owns it."""
     for moment in range(20):
-        world = MemoryStore("memory://test/run")
+        world = new_run()
         old = Job(world)
-        steps = {"step-1": old.save("step-1")}
-        process = Process(world)
-        finished: list[bool] = []
+        steps = old.save_steps(1)
+        new, finished = Job(world, 0), []
 
         def note(old: Job = old, finished: list[bool] = finished) -> None:
-            with contextlib.suppress(SupersededError):
-                finish(old)
+            with suppress(SupersededError):
+                old.finish()
                 finished.append(True)
 
-        process.meet(moment, note)
-        number = rule.claim_run(process.at(""), process.at, clock=TickingClock())
-        assert number == 2
+        new.process.meet(moment, note)
+        assert new.take() == 2
         assert not is_finished(world)
         assert listed(world) == steps
         assert bool(finished) == (moment <= 1), moment
-        if process._meeting is not None:
+        if new.process.meeting:
             return
     raise AssertionError("the claim sends more requests than these")
 
 
-def test_a_job_that_is_superseded_meanwhile_finishes_nothing(run):
-    for before_put in (False, True):
-        old = Job(run)
-        old.process.meet(1 if before_put else 0, lambda: Job(run))
-        with pytest.raises(SupersededError):
-            finish(old)
-        assert not is_finished(run)
+@pytest.mark.parametrize("requests", [0, 1])
+def test_a_job_that_is_superseded_meanwhile_finishes_nothing(run, requests):
+    old = Job(run)
+    old.process.meet(requests, lambda: Job(run))
+    with pytest.raises(SupersededError):
+        old.finish()
+    assert not is_finished(run)
 
 
 def test_an_older_version_reads_the_claim_of_a_finished_run():
@@ -1085,29 +879,22 @@ def test_a_run_whose_claim_is_damaged_is_neither_taken_over_nor_listed(run):
             call()
 
 
-def test_a_run_claim_travels_between_ranks():
+def test_a_run_claim_travels_between_ranks_and_has_what_claim_run_returns():
     claim = RunClaim("s3://bucket/run", 3)
     assert pickle.loads(pickle.dumps(claim)) == claim
-    assert [RunClaim("s3://b/r", number).number for number in (1, MAX_CLAIM)] == [1, MAX_CLAIM]
-    for number in (0, True, "1", MAX_CLAIM + 1):
+    assert RunClaim("s3://b/r", MAX_CLAIM).number == MAX_CLAIM
+    for url, number in (*(("s3://b/r", n) for n in (0, True, "1", MAX_CLAIM + 1)), (None, 1)):
         with pytest.raises(ConfigError):
-            RunClaim("s3://b/r", number)
-    with pytest.raises(ConfigError):
-        RunClaim(None, 1)
+            RunClaim(url, number)
 
 
 def test_a_claim_is_for_the_steps_directly_below_its_run():
     claim = RunClaim("s3://bucket/run", 3)
     assert rule.check_claim(claim, StoreSpec("s3://bucket/run/step-1")) == 3
     assert rule.check_claim(None, StoreSpec("s3://bucket/elsewhere/step-1")) is None
-    for url in (
-        "s3://bucket/other/step-1",
-        "s3://bucket/run",
-        "s3://bucket/run/a/b",
-        "s3://bucket",
-    ):
+    for path in ("/other/step-1", "/run", "/run/a/b", ""):
         with pytest.raises(InputError, match="for the run s3://bucket/run") as caught:
-            rule.check_claim(claim, StoreSpec(url))
-        assert caught.value.url == url
+            rule.check_claim(claim, StoreSpec(f"s3://bucket{path}"))
+        assert caught.value.url == f"s3://bucket{path}"
     with pytest.raises(ConfigError, match="got int"):
         rule.check_claim(3, StoreSpec("s3://bucket/run/step-1"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-
 import pytest
 
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, Clock, pause_or_raise
@@ -64,13 +62,3 @@ def test_an_earlier_deadline_counts_and_each_retry_is_told(most, seconds):
         pass
     assert clock.now == pytest.approx(1000.0 + seconds)
     assert told == list(range(2, len(clock.slept) + 2))
-
-
-def test_the_clock_of_a_host_is_its_own(monkeypatch):
-    slept: list[float] = []
-    monkeypatch.setattr("time.monotonic", lambda: 7.0)
-    monkeypatch.setattr("time.sleep", slept.append)
-    clock = Clock()
-    clock.sleep(3.0)
-    assert (clock.monotonic(), slept) == (7.0, [3.0])
-    assert abs((datetime.now(UTC) - clock.utc_now()).total_seconds()) < 3600

@@ -31,7 +31,7 @@ from dcp_objstore.checkpoint.names import (
     index_key,
     new_nonce,
 )
-from dcp_objstore.checkpoint.read import Stored, explain_missing, open_committed, read_marker
+from dcp_objstore.checkpoint.read import Stored, open_committed, read_marker
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -40,7 +40,6 @@ from dcp_objstore.errors import (
     CommitUnknownError,
     ConfigError,
     CredentialsError,
-    DcpObjstoreError,
     InputError,
     ObjectNotFoundError,
     PermissionDeniedError,
@@ -93,24 +92,26 @@ def marker_puts(store: MemoryStore) -> list[Put]:
 
 
 def test_commit_is_one_conditional_put_after_objects_and_index(store):
-    began_at = datetime.now(UTC)
-    token = commits.take_begin_token(store, overwrite=False)
+    store.put("0/of-another", b"x")
+    del store.requests[:], store.puts[:]
+    began_at, nonce = datetime.now(UTC), new_nonce()
+    token = commits.take_begin_token(store, overwrite=False, nonce=nonce)
+    assert token == BeginToken(None, None, 0, beacon_key(nonce), IfAbsent())
     assert set(store.requests[:2]) == {("put", token.beacon), ("head", DOT_METADATA_KEY)}
     assert store.requests[2:] == [("get", MARKER_KEY)]
-    index, nonce = upload(store), new_nonce()
+    index = upload(store)
     before = len(store.requests)
     done = finish(store, token, index, nonce=nonce, user_metadata={"loss": 0.5})
     first, last = store.requests[before : before + 2], store.requests[before + 2 :]
     assert set(first) == {("list", ""), ("put", index_key(nonce))}
     assert last == [("put", MARKER_KEY), ("delete", token.beacon)]
-    assert token.beacon not in store.objects
     [put] = marker_puts(store)
-    assert put.precondition == IfAbsent()
-    assert put.retry is False
+    assert (put.precondition, put.retry) == (IfAbsent(), False)
     marker = decode_marker(store.body(MARKER_KEY))
     assert done == CommitResult(marker.commit_id, False, marker, 1, IfAbsent())
     body = ix.encode(index)
     assert open_committed(store) == (marker, body)
+    assert store.requests[-2:] == [("get", MARKER_KEY), ("get", index_key(nonce))]
     assert marker == Marker(
         state="committed",
         commit_id=done.commit_id,
@@ -129,32 +130,11 @@ def test_commit_is_one_conditional_put_after_objects_and_index(store):
 
 
 def test_a_commit_of_no_objects_lists_nothing(store):
-    token, nonce = commits.take_begin_token(store, overwrite=False), new_nonce()
-    before = len(store.requests)
-    finish(store, token, upload(store, ranks=0), nonce=nonce)
-    assert store.requests[before:] == [
-        ("put", index_key(nonce)),
-        ("put", MARKER_KEY),
-        ("delete", token.beacon),
-    ]
+    finish(store, commits.take_begin_token(store, overwrite=False), upload(store, ranks=0))
+    assert ("list", "") not in store.requests
 
 
 # --- what a save begins with
-
-
-def test_the_nonce_of_a_save_names_its_beacon(store):
-    nonce = new_nonce()
-    token = commits.take_begin_token(store, overwrite=False, claim=3, nonce=nonce)
-    assert token == BeginToken(store.url, None, None, 3, beacon_key(nonce), IfAbsent())
-    assert list(store.objects) == [beacon_key(nonce)]
-
-
-def test_a_save_without_a_claim_has_claim_0(store):
-    assert commits.take_begin_token(store, overwrite=False).claim == 0
-
-
-def newer_format(store: MemoryStore) -> None:
-    store.put(MARKER_KEY, b'{"format":99}')
 
 
 def pinned(store: MemoryStore) -> None:
@@ -181,12 +161,23 @@ def pinned(store: MemoryStore) -> None:
             "claim 2.*has none",
         ),
         (
+            lambda store: (save(store), rewrite(store, state="deleting", claim=2, format=2)),
+            {"claim": 1, "overwrite": True},
+            SupersededError,
+            "claim 2",
+        ),
+        (
             lambda store: store.put(MARKER_KEY, b"damaged"),
             {},
             CheckpointCorruptError,
             "the marker is damaged",
         ),
-        (newer_format, {"overwrite": True}, UnsupportedError, "upgrade"),
+        (
+            lambda store: store.put(MARKER_KEY, b'{"format":99}'),
+            {"overwrite": True},
+            UnsupportedError,
+            "upgrade",
+        ),
         (
             lambda store: store.put(DOT_METADATA_KEY, b"stock"),
             {},
@@ -194,7 +185,17 @@ def pinned(store: MemoryStore) -> None:
             "another library",
         ),
     ],
-    ids=["exists", "pinned", "adopts", "later", "unclaimed", "damaged", "newer", "stock"],
+    ids=[
+        "exists",
+        "pinned",
+        "adopts",
+        "later",
+        "unclaimed",
+        "being deleted",
+        "damaged",
+        "newer",
+        "stock",
+    ],
 )
 def test_a_save_that_is_refused_changes_nothing_and_leaves_no_beacon(
     store, prepare, settings, kind, why
@@ -283,14 +284,6 @@ def test_a_beacon_that_cannot_be_removed_is_left_to_a_sweep(store, caplog):
     assert f"{store.url}/{token.beacon} stays until the next sweep" in caplog.text
 
 
-def test_a_deletion_of_a_later_claim_is_not_finished_by_a_superseded_job(store):
-    save(store)
-    before = rewrite(store, state="deleting", claim=2, format=2)
-    with pytest.raises(SupersededError):
-        commits.take_begin_token(store, overwrite=True, claim=1)
-    assert decode_marker(store.body(MARKER_KEY)) == before
-
-
 def test_what_is_committed_while_a_save_finishes_a_deletion_is_not_replaced_unasked(store):
     save(store)
     rewrite(store, state="deleting")
@@ -306,109 +299,60 @@ def test_what_is_committed_while_a_save_finishes_a_deletion_is_not_replaced_unas
     assert open_committed(store)[0].commit_id == others[0].commit_id
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_begin_token_travels_between_processes(store, there):
-    if there:
-        save(store)
+def test_begin_token_travels_between_processes(store):
+    save(store)
     token = commits.take_begin_token(store, overwrite=True)
     assert pickle.loads(pickle.dumps(token)) == token
 
 
-def test_begin_token_of_another_checkpoint_is_refused(store):
-    token = commits.take_begin_token(MemoryStore("memory://test/run/step-2"), overwrite=False)
-    with pytest.raises(InputError, match="step-2"):
-        finish(store, token)
-    assert MARKER_KEY not in store.objects
+# --- what others do to a save
 
 
-# --- objects are checked first
-
-
-@pytest.mark.parametrize("damage", ["missing", "short", "long"])
-def test_nothing_is_committed_when_an_object_is_not_as_uploaded(store, damage):
-    store.put("unrelated/object", b"x")
-    token = commits.take_begin_token(store, overwrite=False)
-    index, nonce = upload(store), new_nonce()
-    key, size = index.objects[1].key, index.objects[1].size_bytes
-    if damage == "missing":
-        store.delete(key)
-    else:
-        store.put(key, bytes(size - 1 if damage == "short" else size + 1))
+@pytest.mark.parametrize("more", [None, -1, 1], ids=["missing", "short", "long"])
+def test_nothing_is_committed_when_an_object_is_not_as_uploaded(store, more):
+    """That is told even if the index is refused: it shows that a sweep was here."""
+    token, index = commits.take_begin_token(store, overwrite=False), upload(store)
+    entry = index.objects[1]
+    store.delete(entry.key)
+    if more is not None:
+        store.put(entry.key, bytes(entry.size_bytes + more))
+    store.on_put = lambda _: CredentialsError("expired")
     with pytest.raises(CheckpointCorruptError) as caught:
-        finish(store, token, index, nonce=nonce)
-    assert caught.value.object_key == key
+        finish(store, token, index)
+    assert caught.value.object_key == entry.key
     assert MARKER_KEY not in store.objects
 
 
-# What follows a save that has begun, and what its commit says then.
+# What follows a save of claim 1 that has begun, and what its commit says then.
 FOLLOWED = [
-    ("a hand", CommitLostError, "the marker was removed"),
-    ("a sweep", CommitLostError, "commit [0-9a-f]{32}"),
-    ("a later claim", SupersededError, "claim 2, this job has 1"),
+    (lambda store: store.delete(MARKER_KEY), CommitLostError, "the marker was removed"),
+    (rewrite, CommitLostError, "commit [0-9a-f]{32}"),
+    (lambda store: rewrite(store, claim=2, format=2), SupersededError, "claim 2, this job has 1"),
 ]
-
-
-def follow(store: MemoryStore, by: str) -> None:
-    """What may become of the marker while a save with claim 1 is under way."""
-    if by == "nobody":
-        return
-    if by == "a hand":
-        store.delete(MARKER_KEY)
-    elif by == "a later claim":
-        rewrite(store, claim=2, format=2)
-    else:
-        rewrite(store)
+MISSES = (lambda store: None, CheckpointCorruptError, "1 of 2 uploaded objects")
 
 
 @pytest.mark.parametrize(
-    ("by", "kind", "why"),
-    [("nobody", CheckpointCorruptError, "1 of 2 uploaded objects"), *FOLLOWED],
+    ("misses", "follow", "kind", "why"),
+    [(True, *MISSES), *((misses, *case) for misses in (False, True) for case in FOLLOWED)],
 )
-def test_a_save_that_misses_an_object_looks_who_was_here(store, by, kind, why):
+def test_a_commit_that_somebody_was_before_reads_the_marker_and_changes_nothing(
+    store, misses, follow, kind, why
+):
+    """Also one that misses an object looks who was here."""
     save(store, claim=1)
     token, nonce = commits.take_begin_token(store, overwrite=True, claim=1), new_nonce()
     index = upload(store)
-    store.delete(index.objects[0].key)
-    follow(store, by)
+    if misses:
+        store.delete(index.objects[0].key)
+    follow(store)
     before, marker = len(store.requests), store.objects.get(MARKER_KEY)
     with pytest.raises(kind, match=why) as caught:
         finish(store, token, index, nonce=nonce)
     assert caught.value.url == store.url
-    assert sorted(store.requests[before:-1]) == [("list", ""), ("put", index_key(nonce))]
-    assert store.requests[-1] == ("get", MARKER_KEY)
-    assert store.objects.get(MARKER_KEY) == marker
-
-
-def test_a_missing_object_is_told_even_if_the_index_is_refused(store):
-    """It says that a sweep was here; that credentials have expired meanwhile does not."""
-    token, index = commits.take_begin_token(store, overwrite=False), upload(store)
-    store.delete(index.objects[0].key)
-    store.on_put = lambda _: CredentialsError("expired")
-    with pytest.raises(CheckpointCorruptError):
-        finish(store, token, index)
-
-
-def test_unrelated_objects_do_not_disturb_a_commit(store):
-    for i in range(50):
-        store.put(f"{i:02}/other", b"x")
-        store.put(f"zz{i}", b"x")
-    done = save(store)
-    assert open_committed(store)[0] == done.marker
-
-
-# --- races
-
-
-@pytest.mark.parametrize(("by", "kind", "why"), FOLLOWED)
-def test_a_commit_that_somebody_was_before_is_read_and_not_sent_again(store, by, kind, why):
-    save(store, claim=1)
-    token, index = commits.take_begin_token(store, overwrite=True, claim=1), upload(store)
-    follow(store, by)
-    before, marker = len(store.requests), store.objects.get(MARKER_KEY)
-    with pytest.raises(kind, match=why) as caught:
-        finish(store, token, index)
-    assert caught.value.url == store.url
-    assert store.requests[before + 2 :] == [("put", MARKER_KEY), ("get", MARKER_KEY)]
+    sent = store.requests[before:]
+    assert sorted(sent[:2]) == [("list", ""), ("put", index_key(nonce))]
+    assert sent[2:] == [("put", MARKER_KEY)] * (not misses) + [("get", MARKER_KEY)]
     assert store.objects.get(MARKER_KEY) == marker
 
 
@@ -424,52 +368,88 @@ def test_of_two_saves_of_one_job_the_first_to_commit_stays(store, claim, there):
     assert open_committed(store)[0] == done.marker
 
 
-def test_marker_removed_by_hand_since_begin_defeats_an_overwrite(store):
-    """AWS answers `If-Match` on a missing key with 404, others with 412."""
-    for answer in (ObjectNotFoundError("404"), PreconditionFailedError("412")):
-        save(store, overwrite=True)
-        token = commits.take_begin_token(store, overwrite=True)
-        store.delete(MARKER_KEY)
-        store.on_put = in_turn(MARKER_KEY, answer)
-        with pytest.raises(CommitLostError, match="removed"):
-            finish(store, token)
-        assert MARKER_KEY not in store.objects
-
-
 # --- ambiguity
+
+REFUSALS = (PermissionDeniedError, CredentialsError, UnsupportedError, ConfigError, InputError)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_404_to_the_marker_where_nothing_has_changed_is_no_refusal(store, overwrite):
-    """It is the answer of a store that is not sure yet of what it has."""
+@pytest.mark.parametrize(
+    ("fates", "puts"),
+    [
+        ((), 1),
+        ((UNANSWERED,), 1),
+        ((ObjectNotFoundError("404"),), 2),  # of a store that is not sure yet of what it has
+        ((PreconditionFailedError("409"),), 2),  # although nobody else wins, as on S3
+        ((LOST, LOST, PreconditionFailedError("409")), 4),
+    ],
+)
+def test_a_put_is_sent_again_with_the_same_body_until_it_has_taken_effect(
+    store, overwrite, fates, puts
+):
     if overwrite:
         save(store)
         store.puts.clear()
-    store.on_put = in_turn(MARKER_KEY, ObjectNotFoundError("404"))
-    done = save(store, overwrite=overwrite)
+    retries: list[int] = []
+    store.on_put = in_turn(MARKER_KEY, *fates)
+    token = commits.take_begin_token(store, overwrite=overwrite)
+    done = finish(store, token, on_retry=lambda number, *_: retries.append(number))
+    assert retries == list(range(2, puts + 1))
+    assert (done.attempts, done.superseded) == (puts, False)
+    sent = marker_puts(store)
+    assert len(sent) == puts
+    assert len({(put.data, put.precondition, put.retry) for put in sent}) == 1
+    assert open_committed(store)[0] == done.marker
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_a_refusal_counts_only_if_the_marker_shows_that_nothing_took_effect(store, kind):
+    """A middlebox answers with nonsense, or with 403, for a PUT that has reached the store."""
+    clock = TickingClock()
+    token = commits.take_begin_token(store, overwrite=False)
+    store.on_put = in_turn(MARKER_KEY, kind("no"))
+    with pytest.raises(kind) as caught:
+        finish(store, token, clock=clock)
+    assert (caught.value.object_key, caught.value.url) == (MARKER_KEY, store.url)
+    assert (len(marker_puts(store)), clock.now) == (1, 0)
+    assert MARKER_KEY not in store.objects
+
+    def landed(put: Put) -> BaseException:
+        store.apply(put)
+        return kind("no")
+
+    store.on_put = in_turn(MARKER_KEY, landed)
+    done = save(store)
+    assert not done.superseded
     assert len(marker_puts(store)) == 2
     assert open_committed(store)[0] == done.marker
 
 
-def test_a_put_without_an_effect_is_sent_again_with_the_same_body(store):
-    """S3 may answer 409 to a conditional PUT although nobody else wins."""
-    store.on_put = in_turn(MARKER_KEY, LOST, LOST, PreconditionFailedError("409"))
-    retries: list[tuple[int, str, float]] = []
+@pytest.mark.parametrize("then", [DELAYED, CredentialsError("expired")], ids=["silent", "refused"])
+def test_what_may_still_land_is_unknown_at_the_deadline_and_nothing_is_deleted(store, then):
+    """Credentials that expire between two PUTs say nothing of the first one."""
     clock = TickingClock()
-    done = finish(
-        store,
-        commits.take_begin_token(store, overwrite=False),
-        clock=clock,
-        on_retry=lambda number, error, began: retries.append((number, f"{error}"[:3], began)),
-    )
-    assert retries == [(2, "no ", 0.0), (3, "no ", 0.0), (4, "409", 0.0)]
-    assert done.attempts == 4
-    puts = marker_puts(store)
-    assert len(puts) == 4
-    assert len({put.data for put in puts}) == 1
-    assert len({put.precondition for put in puts}) == 1
-    assert not any(put.retry for put in puts)
-    assert open_committed(store)[0] == done.marker
+    token = commits.take_begin_token(store, overwrite=False)
+    index, nonce = upload(store), new_nonce()
+    store.on_put = in_turn(MARKER_KEY, DELAYED, *[then] * 1000)
+    with pytest.raises(CommitUnknownError) as caught:
+        finish(store, token, index, nonce=nonce, clock=clock)
+    assert caught.value.url == store.url
+    assert 60 <= clock.now < 70
+    assert len(marker_puts(store)) > 5
+    assert "delete" not in {verb for verb, _ in store.requests}
+    left = {entry.key for entry in index.objects} | {index_key(nonce), token.beacon}
+    assert left == set(store.objects)
+    # And so the commit that lands after all is whole.
+    assert store.deliver()[0]
+    assert open_committed(store)[1] == ix.encode(index)
+
+
+def test_a_put_that_was_refused_with_409_can_not_land_any_more(store):
+    token = commits.take_begin_token(store, overwrite=False)
+    store.on_put = in_turn(MARKER_KEY, PreconditionFailedError("409"), CredentialsError("expired"))
+    with pytest.raises(CredentialsError):
+        finish(store, token)
 
 
 @pytest.mark.parametrize(
@@ -499,98 +479,18 @@ def test_what_lost_its_answer_is_a_success_whatever_came_then(store, then, super
     assert done.commit_id in (marker.commit_id, *marker.log)
 
 
-def test_silence_until_the_deadline_is_unknown_and_deletes_nothing(store):
-    clock = TickingClock()
-    token = commits.take_begin_token(store, overwrite=False)
-    index, nonce = upload(store), new_nonce()
-    store.on_put = lambda put: DELAYED if put.key == MARKER_KEY else None
-    with pytest.raises(CommitUnknownError) as caught:
-        finish(store, token, index, nonce=nonce, clock=clock)
-    assert caught.value.url == store.url
-    assert 60 <= clock.now < 70
-    assert len(marker_puts(store)) > 5
-    assert ("delete", MARKER_KEY) not in store.requests
-    assert not [verb for verb, _ in store.requests if verb == "delete"]
-    left = {entry.key for entry in index.objects} | {index_key(nonce), token.beacon}
-    assert left == set(store.objects)
-    # And so the commit that lands after all is whole.
-    assert store.deliver()[0]
-    assert open_committed(store)[1] == ix.encode(index)
-
-
-REFUSALS = [PermissionDeniedError, CredentialsError, UnsupportedError, ConfigError, InputError]
-
-
-@pytest.mark.parametrize("kind", REFUSALS)
-def test_a_refusal_is_not_believed_before_the_marker_is_read(store, kind):
-    """A middlebox answers with nonsense, or with 403, for a PUT that has reached the store."""
-
-    def landed(put: Put) -> BaseException:
-        store.apply(put)
-        return kind("no")
-
-    store.on_put = in_turn(MARKER_KEY, landed)
-    done = save(store)
-    assert not done.superseded
-    assert len(marker_puts(store)) == 1
-    assert open_committed(store)[0] == done.marker
-
-
-@pytest.mark.parametrize("lands", [False, True])
-def test_a_refusal_is_unknown_as_long_as_the_marker_cannot_be_read(store, lands):
-    token = commits.take_begin_token(store, overwrite=False)
-    index = upload(store)
-
+def test_a_refusal_is_unknown_as_long_as_the_marker_cannot_be_read(store):
     def unreadable(key: str) -> None:
         raise CredentialsError("expired")
 
-    def refused(put: Put) -> BaseException | None:
-        if put.key != MARKER_KEY:
-            return None
+    def refused(put: Put) -> BaseException:
         store.on_get = unreadable
-        if lands and put.number == 1:
-            store.apply(put)
         return CredentialsError("expired")
 
-    store.on_put = refused
-    with pytest.raises(CommitUnknownError, match="expired"):
-        finish(store, token, index)
-    store.on_get = None
-    assert (MARKER_KEY in store.objects) == lands
-
-
-@pytest.mark.parametrize("kind", REFUSALS)
-def test_refusal_of_the_first_put_is_raised_at_once(store, kind):
-    clock = TickingClock()
     token = commits.take_begin_token(store, overwrite=False)
-    store.on_put = in_turn(MARKER_KEY, kind("no"), kind("no"))
-    with pytest.raises(kind) as caught:
-        finish(store, token, clock=clock)
-    assert (caught.value.object_key, caught.value.url) == (MARKER_KEY, store.url)
-    assert len(marker_puts(store)) == 1
-    assert clock.now == 0
-    assert MARKER_KEY not in store.objects
-
-
-def test_a_conflict_with_nobody_is_neither_final_nor_an_answer_that_may_come(store):
-    store.on_put = in_turn(MARKER_KEY, PreconditionFailedError("409"))
-    save(store)
-    assert len(marker_puts(store)) == 2
-    token = commits.take_begin_token(store, overwrite=True)
-    store.on_put = in_turn(MARKER_KEY, PreconditionFailedError("409"), CredentialsError("expired"))
-    with pytest.raises(CredentialsError):  # nothing that was sent can land any more
+    store.on_put = in_turn(MARKER_KEY, *[refused] * 1000)
+    with pytest.raises(CommitUnknownError, match="expired"):
         finish(store, token)
-
-
-def test_refusal_after_an_unanswered_put_does_not_hide_that_it_may_land(store):
-    """Credentials that expire between two PUTs say nothing of the first one."""
-    token, index = commits.take_begin_token(store, overwrite=False), upload(store)
-    store.on_put = in_turn(MARKER_KEY, DELAYED, *[CredentialsError("expired")] * 1000)
-    with pytest.raises(CommitUnknownError):
-        finish(store, token, index)
-    store.on_put = None
-    assert store.deliver() == [True]
-    assert open_committed(store)[1] == ix.encode(index)
 
 
 @pytest.mark.parametrize(("body", "why"), [(b"{}", "damaged"), (b'{"format":99}', "upgrade")])
@@ -621,75 +521,54 @@ def test_unfenced_commit_sends_no_condition(store):
 # --- reading
 
 
-def test_opening_a_committed_checkpoint_never_lists(store):
-    done = save(store)
-    store.requests.clear()
-    open_committed(store)
+def index_of(done: CommitResult) -> str:
     assert done.marker.index is not None
-    assert store.requests == [("get", MARKER_KEY), ("get", done.marker.index.key)]
+    return done.marker.index.key
+
+
+def test_a_damaged_index_is_corrupt(store):
+    key = index_of(save(store))
+    body = store.body(key)
+    for damaged in (body[:-1], body + b"!", b"A" + body[1:]):
+        store.put(key, damaged)
+        with pytest.raises(CheckpointCorruptError) as caught:
+            open_committed(store)
+        assert (caught.value.url, caught.value.object_key) == (store.url, key)
+
+
+def fail_from_now_on(store: MemoryStore) -> None:
+    def unreadable(key: str) -> None:
+        raise StoreUnavailableError("503", object_key=key, url=store.url)
+
+    store.on_get = unreadable
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda body: body[:-1], lambda body: body + b"!", lambda body: b"A" + body[1:], None]
+    ("change", "kind", "why"),
+    [
+        (lambda store: None, CheckpointCorruptError, "missing"),
+        (rewrite, CheckpointCorruptError, "missing"),  # a sweep: the same commit
+        (lambda store: save(store, overwrite=True), CheckpointGoneError, "replaced"),
+        (lambda store: rewrite(store, state="deleting"), CheckpointGoneError, "deleted"),
+        (lambda store: store.delete(MARKER_KEY), CheckpointGoneError, "deleted"),
+        (fail_from_now_on, StoreUnavailableError, "503"),
+    ],
+    ids=["removed", "swept", "replaced", "deleted", "marker removed", "unavailable"],
 )
-def test_damaged_or_missing_index_is_corrupt(store, damage):
-    done = save(store)
-    assert done.marker.index is not None
-    key = done.marker.index.key
-    body = store.body(key)
-    store.delete(key)
-    if damage is not None:
-        store.put(key, damage(body))
-    with pytest.raises(CheckpointCorruptError) as caught:
-        open_committed(store)
-    assert (caught.value.url, caught.value.object_key) == (store.url, key)
-
-
-@pytest.mark.parametrize("how", ["replaced", "deleted", "removed"])
-def test_index_that_went_with_its_commit_is_gone_not_corrupt(store, how):
-    done = save(store)
-    assert done.marker.index is not None
-    key = done.marker.index.key
+def test_an_index_that_is_missing_is_explained_by_the_marker(store, change, kind, why):
+    key = index_of(save(store))
 
     def meanwhile(asked: str) -> None:
-        if asked != key:
-            return
-        store.on_get = None
-        if how == "replaced":
-            save(store, overwrite=True)
-        elif how == "deleted":
-            rewrite(store, state="deleted")
-        else:
-            store.delete(MARKER_KEY)
-        store.delete(key)
+        if asked == key:
+            store.on_get = None
+            store.delete(key)
+            change(store)
 
     store.on_get = meanwhile
-    with pytest.raises(CheckpointGoneError) as caught:
+    with pytest.raises(kind, match=why) as caught:
         open_committed(store)
-    assert ("replaced" if how == "replaced" else "deleted") in str(caught.value)
-    assert (caught.value.url, caught.value.object_key) == (store.url, key)
-
-
-def test_missing_object_is_explained_by_the_marker(store):
-    done = save(store)
-
-    def explain() -> DcpObjstoreError:
-        return explain_missing(store, done.commit_id, "__0_0.x.distcp")
-
-    missing = explain()
-    assert isinstance(missing, CheckpointCorruptError)
-    assert (missing.url, missing.object_key) == (store.url, "__0_0.x.distcp")
-    rewrite(store)  # a sweep: the same commit
-    assert isinstance(explain(), CheckpointCorruptError)
-    rewrite(store, state="deleting")
-    assert isinstance(explain(), CheckpointGoneError)
-
-    def unreadable(key: str) -> None:
-        raise StoreUnavailableError("503")
-
-    store.on_get = unreadable
-    assert isinstance(explain(), StoreUnavailableError)
-    assert explain().object_key in (None, "__0_0.x.distcp")
+    assert caught.value.url == store.url
+    assert kind is StoreUnavailableError or caught.value.object_key == key
 
 
 def test_damaged_marker_is_never_taken_for_absence(store):
@@ -702,24 +581,6 @@ def test_damaged_marker_is_never_taken_for_absence(store):
         with pytest.raises(CheckpointCorruptError) as caught:
             open_committed(store)
         assert caught.value.object_key == MARKER_KEY
-
-
-@pytest.mark.parametrize("damage", [lambda body: body[:-1], lambda body: body * 200])
-def test_damaged_marker_is_replaced_when_that_is_asked_for(store, damage):
-    save(store)
-    store.put(MARKER_KEY, damage(store.body(MARKER_KEY)))
-    committed = save(store, overwrite=True)
-    assert not committed.superseded
-    assert open_committed(store)[0].commit_id == committed.commit_id
-
-
-def test_of_two_who_replace_a_damaged_marker_one_loses(store):
-    store.put(MARKER_KEY, b"damaged")
-    first, second = (commits.take_begin_token(store, overwrite=True) for _ in range(2))
-    committed = finish(store, first)
-    with pytest.raises(CommitLostError):
-        finish(store, second)
-    assert open_committed(store)[0].commit_id == committed.commit_id
 
 
 def test_a_commit_of_an_earlier_claim_over_a_damaged_marker_is_not_passed_over(store):
@@ -779,14 +640,6 @@ def test_a_beacon_that_takes_long_leaves_the_time_to_finish_a_deletion(store):
     assert token.marker.state == "deleted"
 
 
-def test_a_checkpoint_of_another_library_is_not_replaced_unasked(store):
-    store.put(DOT_METADATA_KEY, b"stock")
-    with pytest.raises(CheckpointExistsError, match="another library"):
-        commits.take_begin_token(store, overwrite=False)
-    assert commits.take_begin_token(store, overwrite=True).marker is None
-    assert store.get(DOT_METADATA_KEY, max_size_bytes=10)[0] == b"stock"
-
-
 # --- rewrites and tombstones
 
 
@@ -812,23 +665,6 @@ def test_a_rewrite_changes_what_is_asked_for_and_shows_that_it_came(store):
         assert (put.precondition, put.retry) == (IfVersion(before.version), False)
 
 
-def test_a_rewrite_that_came_too_late_changes_nothing(store):
-    save(store)
-    before = stored_marker(store)
-    rewrite(store)
-    after = store.body(MARKER_KEY)
-    tries = TickingClock().tries()
-    assert commits.rewrite_marker(store, before, "a fence", tries) is None
-    assert store.body(MARKER_KEY) == after
-
-
-def test_a_rewrite_without_answers_says_what_may_still_come(store):
-    save(store)
-    store.on_put = lambda _: LOST
-    with pytest.raises(CommitUnknownError, match="whether the change took effect"):
-        commits.rewrite_marker(store, stored_marker(store), "the change", TickingClock().tries())
-
-
 @pytest.mark.parametrize("fate", [None, LOST, UNANSWERED])
 def test_a_tombstone_is_a_marker_of_nothing(store, fate):
     store.on_put = in_turn(MARKER_KEY, fate)
@@ -847,12 +683,6 @@ def test_a_tombstone_is_a_marker_of_nothing(store, fate):
     )
     assert began_at <= marker.created_at <= datetime.now(UTC)
     assert {(put.precondition, put.retry) for put in store.puts} == {(IfAbsent(), False)}
-
-
-def test_a_tombstone_is_not_put_where_a_marker_is(store):
-    done = save(store)
-    assert commits.put_tombstone(store, TickingClock().tries()) is None
-    assert stored_marker(store).record == done.marker
 
 
 def test_a_deletion_is_finished_once_and_only_that_of_its_commit(store):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ import pytest
 import dcp_objstore as dos
 from dcp_objstore.errors import CheckpointNotFoundError, CommitLostError, LostRaceError
 from dcp_objstore.stores import ObjectStore, StoreSpec
-from tests.support.campaign import cases
 from tests.support.checkpoints import edition, edition_in, save_edition_here
 from tests.support.launcher import Job, Outcome, Ranks
 from tests.support.proxy import Asked, Meant, NetworkProxy
@@ -70,13 +68,8 @@ def proxy(bucket: Bucket) -> Iterator[NetworkProxy]:
         yield proxy
 
 
-def asks(method: str, name: str) -> Meant:
-    return lambda asked: asked.method == method and asked.name == name
-
-
-def lists(asked: Asked) -> bool:
-    """What a commit begins with, when all data is there."""
-    return asked.is_listing
+def asks(method: str, ending: str) -> Meant:
+    return lambda asked: asked.method == method and asked.name.endswith(ending)
 
 
 def pause(
@@ -123,20 +116,14 @@ def assert_whole(bucket: Bucket, name: str, wanted: str, others: list[str]) -> N
     assert dos.repair(url, storage_options=options, dry_run=True).dot_metadata is None
 
 
-MOMENTS: dict[str, Meant] = {
-    "begun": lambda asked: asked.method == "PUT" and asked.name.endswith(".distcp"),
-    "uploaded": lists,
-    "at-its-commit": asks("PUT", "_COMMIT"),
-}
-
-
 @pytest.mark.parametrize(
     ("moment", "there"),
-    cases(product(MOMENTS, (False, True)), default=[("begun", False), ("at-its-commit", True)]),
+    [(asks("PUT", ".distcp"), False), (asks("PUT", "_COMMIT"), True)],
+    ids=["begun", "at its commit"],
 )
 def test_a_zombie_cannot_commit_over_its_successor(bucket, proxy, crew, moment, there):
     url, options = bucket.at("step-1"), bucket.storage_options
-    wake = zombie_at(crew, proxy, url, options, MOMENTS[moment], there)
+    wake = zombie_at(crew, proxy, url, options, moment, there)
     run_ranks(3, save, "successor", url, options, there)
     before = bucket.keys("step-1")
     assert_lost(wake())
@@ -144,6 +131,29 @@ def test_a_zombie_cannot_commit_over_its_successor(bucket, proxy, crew, moment, 
     left = {key for key in before if not key.startswith(".save-")}
     assert left <= set(bucket.keys("step-1")), "the loser removed nothing but its beacon"
     assert bucket.uploads() == []
+
+
+@pytest.mark.parametrize(
+    ("moment", "there"),
+    [(lambda asked: asked.is_listing, True), (asks("PUT", "_COMMIT"), False)],
+    ids=["uploaded", "at its commit"],
+)
+def test_a_writer_that_wakes_up_after_a_sweep_cannot_commit_onto_swept_data(
+    bucket, proxy, crew, moment, there
+):
+    url, options = bucket.at("run/step-1"), bucket.storage_options
+    wake = zombie_at(crew, proxy, url, options, moment, there)
+    # The index, which is sent at the same time as the listing, may come when a sweep has begun.
+    sweeps = (run_ranks(1, sweep, url, options, options)[0] for _ in range(3))
+    swept = next(one for one in sweeps if one.outcome != "waiting")
+    assert (swept.outcome, swept.fenced) == ("swept", True)
+    assert_lost(wake())
+    if there:
+        assert_whole(bucket, "run/step-1", "first", ["zombie"])
+    else:
+        with pytest.raises(CheckpointNotFoundError):
+            dos.open(url, storage_options=options)
+        assert ".metadata" not in bucket.keys("run/step-1")
 
 
 @pytest.mark.parametrize("name", ["_COMMIT", ".metadata"])
@@ -166,51 +176,12 @@ def test_a_job_that_is_superseded_right_after_its_commit_leaves_the_successor_al
 
 
 @pytest.mark.parametrize(
-    ("moment", "there"),
-    cases(
-        product(["uploaded", "at-its-commit"], (False, True)),
-        default=[("uploaded", True), ("at-its-commit", False)],
-    ),
-)
-def test_a_writer_that_wakes_up_after_a_sweep_cannot_commit_onto_swept_data(
-    bucket, proxy, crew, moment, there
-):
-    url, options = bucket.at("run/step-1"), bucket.storage_options
-    wake = zombie_at(crew, proxy, url, options, MOMENTS[moment], there)
-    # The index, which is sent at the same time as the listing, may come when a sweep has begun.
-    sweeps = (run_ranks(1, sweep, url, options, options)[0] for _ in range(3))
-    swept = next(one for one in sweeps if one.outcome != "waiting")
-    assert swept.outcome == "swept"
-    assert swept.fenced
-    # With its beacon, and its index, which is sent at the same time as the listing.
-    assert swept.deleted in ((3, 4) if moment == "uploaded" else (4,))
-    assert_lost(wake())
-    if there:
-        assert_whole(bucket, "run/step-1", "first", ["zombie"])
-    else:
-        with pytest.raises(CheckpointNotFoundError):
-            dos.open(url, storage_options=options)
-        assert ".metadata" not in bucket.keys("run/step-1")
-
-
-SWEEPER_MOMENTS: dict[str, tuple[Meant, str]] = {
-    "at-its-fence": (asks("PUT", "_COMMIT"), "lost"),
-    "at-its-first-removal": (
-        lambda asked: asked.method == "DELETE" and asked.name.endswith(".distcp"),
-        "swept",
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("moment", "there"),
-    cases(
-        product(SWEEPER_MOMENTS, (False, True)),
-        default=[("at-its-fence", True), ("at-its-first-removal", False)],
-    ),
+    ("meant", "there", "outcome"),
+    [(asks("PUT", "_COMMIT"), True, "lost"), (asks("DELETE", ".distcp"), False, "swept")],
+    ids=["at its fence", "at its first removal"],
 )
 def test_a_sweeper_that_wakes_up_after_a_new_save_removes_nothing_of_it(
-    bucket, proxy, crew, moment, there
+    bucket, proxy, crew, meant, there, outcome
 ):
     url, options = bucket.at("run/step-1"), bucket.storage_options
     store = StoreSpec(url, options).open()
@@ -220,7 +191,6 @@ def test_a_sweeper_that_wakes_up_after_a_new_save_removes_nothing_of_it(
     else:
         tear(store)
     garbage = loose(store)
-    meant, outcome = SWEEPER_MOMENTS[moment]
     wake = pause(proxy, meant, lambda: crew.start(1, sweep, url, options, proxy.storage_options))
     run_ranks(2, save, "successor", url, options, there)
     (woken,) = wake()
@@ -231,11 +201,7 @@ def test_a_sweeper_that_wakes_up_after_a_new_save_removes_nothing_of_it(
 
 
 @pytest.mark.parametrize(
-    ("moment", "now"),
-    cases(
-        product(["deleting", "removing", "deleted"], (False, True)),
-        default=[("deleting", True), ("removing", False), ("deleted", True)],
-    ),
+    ("moment", "now"), [("deleting", True), ("removing", False), ("deleted", True)]
 )
 def test_a_deleter_that_wakes_up_after_a_new_save_does_it_no_damage(
     bucket, proxy, crew, moment, now

@@ -20,9 +20,7 @@ from dcp_objstore.checkpoint.read import Stored, open_committed, read_marker
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CorruptDataError,
-    ObjectNotFoundError,
     PermissionDeniedError,
-    PreconditionFailedError,
     RetryableError,
 )
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectMeta
@@ -82,14 +80,6 @@ def test_it_costs_two_requests_if_it_is_what_the_save_saw(store):
     assert store.body(DOT_METADATA_KEY) == b"ours"
 
 
-def test_it_stops_for_a_newer_commit_that_has_published_meanwhile(store):
-    first = save(store, publish=False)
-    store.on_put = in_turn(DOT_METADATA_KEY, lambda _: save(store, overwrite=True))
-    written, sent = publish(store, first.commit_id)
-    assert (written, sent[-2:]) == (False, LOOK)
-    assert store.body(DOT_METADATA_KEY) == DESCRIBED.derive(open_committed(store)[1])
-
-
 def test_a_refusal_is_raised_at_once_and_the_commit_stands(store):
     done = save(store, publish=False)
     store.on_put = lambda put: PermissionDeniedError("no")
@@ -105,30 +95,6 @@ def remove_marker(store: MemoryStore) -> None:
 
 def overwrite(store: MemoryStore) -> None:
     save(store, overwrite=True, publish=False)
-
-
-@pytest.mark.parametrize("change", [remove_marker, overwrite, delete, tear_deletion])
-def test_nothing_is_put_or_removed_for_a_commit_that_is_not_the_current_one(store, change):
-    done = save(store, publish=False)
-    change(store)
-    store.put(DOT_METADATA_KEY, b"another library's")
-    assert publish(store, done.commit_id) == (False, LOOK)
-    assert store.body(DOT_METADATA_KEY) == b"another library's"
-
-
-@pytest.mark.parametrize(
-    "fate", [LOST, UNANSWERED, PreconditionFailedError("412"), ObjectNotFoundError("404")]
-)
-def test_a_put_without_success_is_sent_again_after_another_look(store, fate):
-    done = save(store, publish=False)
-    clock = TickingClock()
-    store.on_put = in_turn(DOT_METADATA_KEY, fate)
-    written, sent = publish(store, done.commit_id, tries=clock.tries())
-    assert (written, sent) == (True, [*LOOK, "put .metadata", *LOOK, *PUT])
-    assert clock.now > 0
-    conditions = [put.precondition for put in store.puts if put.key == DOT_METADATA_KEY]
-    there = isinstance(conditions[1], IfVersion)
-    assert (conditions[0], there) == (IfAbsent(), fate is UNANSWERED)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +132,10 @@ def test_no_put_begins_after_the_deadline_and_the_error_says_that_the_commit_sta
 
 
 # --- bringing it into line
+
+
+def in_line(store: MemoryStore) -> bool:
+    return store.body(DOT_METADATA_KEY) == DESCRIBED.derive(open_committed(store)[1])
 
 
 def test_where_it_is_in_line_its_age_is_told(store):
@@ -226,94 +196,81 @@ def test_one_of_more_than_4_gib_is_not_ours(more):
     assert align(store, dry_run=True)[0].change == (None if more else "removed")
 
 
-def at_the_looks(store: MemoryStore, number: int, *changes: Callable[[], object]) -> None:
-    """From the `number`-th look at the marker on, change something right before each."""
-    left, looks = list(changes), 0
+def at_look(store: MemoryStore, number: int, change: Callable[[MemoryStore], object]) -> None:
+    """Change something right before the `number`-th look at the marker."""
+    looks = 0
 
     def on_get(key: str) -> None:
         nonlocal looks
         looks += key == MARKER_KEY
-        if key == MARKER_KEY and looks >= number and left:
-            change = left.pop(0)
+        if looks == number:
             store.on_get = None
-            change()
-            store.on_get = on_get
+            change(store)
 
     store.on_get = on_get
 
 
-def test_a_save_that_comes_after_the_removal_has_its_own_written(store):
-    """Stores delete without conditions: what was removed may have been the new one."""
-    save(store)
-    delete(store)
-    store.put(DOT_METADATA_KEY, b"metadata of another")
-    at_the_looks(store, 2, lambda: save(store, publish=False))
-    clock = TickingClock()
+def rewrite(store: MemoryStore) -> None:
+    assert commits.rewrite_marker(store, stored_marker(store), "", TickingClock().tries())
+
+
+def publish_late(store: MemoryStore) -> None:
+    save(store, publish=False)
+
+
+@pytest.mark.parametrize(
+    ("deleted", "look", "change", "told", "puts"),
+    [
+        # Stores delete without conditions: what was removed may have been the new one.
+        (True, 2, publish_late, "written", 1),
+        (False, 4, lambda store: save(store, overwrite=True), "written", 2),
+        (False, 2, lambda store: save(store, overwrite=True), None, 1),  # this call wrote none
+        (False, 4, rewrite, "written", 1),
+    ],
+)
+def test_what_was_changed_is_told_with_the_marker_that_stands(
+    store, deleted, look, change, told, puts
+):
+    save(store, publish=False)
+    if deleted:
+        delete(store)
+        store.put(DOT_METADATA_KEY, b"metadata of another")
+    at_look(store, look, change)
+    clock, before = TickingClock(), len(store.puts)
     aligned, _ = align(store, tries=clock.tries())
-    assert aligned == Aligned(stored_marker(store), "written")
-    assert store.body(DOT_METADATA_KEY) == DESCRIBED.derive(open_committed(store)[1])
-    assert clock.now > 0
+    assert (aligned.stored, aligned.change) == (stored_marker(store), told)
+    assert in_line(store)
+    assert sum(put.key == DOT_METADATA_KEY for put in store.puts[before:]) == puts
+    assert (clock.now > 0) == (change is not rewrite)
 
 
-def test_what_was_changed_is_told_though_the_last_look_finds_all_in_line(store):
+@pytest.mark.parametrize(
+    ("look", "change", "kind", "why"),
+    [
+        (4, remove_marker, CheckpointCorruptError, "the marker was removed"),
+        (1, tear_deletion, RetryableError, "being deleted"),
+    ],
+)
+def test_what_is_deleted_or_disappears_meanwhile_is_an_error(store, look, change, kind, why):
     save(store, publish=False)
-    at_the_looks(store, 4, lambda: save(store, overwrite=True))
-    aligned, _ = align(store)
-    written_at = store.head(DOT_METADATA_KEY).last_modified
-    assert aligned == Aligned(stored_marker(store), "written", written_at)
-
-
-def test_what_was_not_written_is_not_told(store):
-    save(store, publish=False)
-    at_the_looks(store, 2, lambda: save(store, overwrite=True))
-    aligned, _ = align(store)
-    assert aligned.change is None
-    assert aligned.stored == stored_marker(store)
-
-
-def test_a_marker_that_is_only_rewritten_meanwhile_is_returned(store):
-    save(store, publish=False)
-
-    def rewrite() -> None:
-        assert commits.rewrite_marker(store, stored_marker(store), "", TickingClock().tries())
-
-    at_the_looks(store, 4, rewrite)
-    aligned, sent = align(store)
-    assert aligned == Aligned(stored_marker(store), "written")
-    assert sent.count("put .metadata") == 1
-
-
-def test_a_marker_that_disappears_is_an_error(store):
-    save(store, publish=False)
-    at_the_looks(store, 4, lambda: remove_marker(store))
-    with pytest.raises(CheckpointCorruptError, match="the marker was removed") as caught:
+    at_look(store, look, change)
+    with pytest.raises(kind, match=why) as caught:
         align(store)
     assert caught.value.url == store.url
-
-
-def test_a_checkpoint_that_is_being_deleted_is_left_to_the_deletion(store):
-    save(store, publish=False)
-    tear_deletion(store)
-    with pytest.raises(RetryableError, match="being deleted") as caught:
-        align(store)
-    assert caught.value.url == store.url
-    assert DOT_METADATA_KEY not in store.objects
-
-
-def test_it_ends_at_the_deadline_if_no_put_is_answered(store):
-    save(store, publish=False)
-    store.on_put = lambda put: LOST
-    clock = TickingClock(deadline_seconds=10)
-    with pytest.raises(RetryableError, match="before the deadline"):
-        align(store, tries=clock.tries())
-    assert 0 < clock.now < 11
 
 
 def test_it_ends_at_the_deadline_if_others_never_stop_saving(store):
     save(store, publish=False)
-    at_the_looks(store, 1, *[lambda: overwrite(store)] * 1000)
-    clock = TickingClock(deadline_seconds=10)
+
+    def overwrite_first(key: str) -> None:
+        if key == MARKER_KEY:
+            store.on_get = None
+            overwrite(store)
+            store.on_get = overwrite_first
+
+    store.on_get = overwrite_first
+    clock = TickingClock(deadline_seconds=3)
     with pytest.raises(RetryableError, match="others kept changing") as caught:
         align(store, tries=clock.tries())
     assert caught.value.url == store.url
-    assert 0 < clock.now < 11
+    assert 0 < clock.now < 4

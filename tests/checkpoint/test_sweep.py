@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -26,9 +24,7 @@ from dcp_objstore.checkpoint.names import (
     parse_index_key,
 )
 from dcp_objstore.checkpoint.pins import pin, unpin
-from dcp_objstore.checkpoint.publish import publish_dot_metadata
 from dcp_objstore.checkpoint.read import open_committed
-from dcp_objstore.checkpoint.repair import repair
 from dcp_objstore.checkpoint.sweep import (
     GRACE_SECONDS,
     CheckpointSweep,
@@ -125,6 +121,7 @@ def report(**fields: object) -> dict[str, object]:
     return {"url": "memory://test/run/step-1", "unknown": (), **nothing, **fields}
 
 
+PROBES = (f".probe-{0:024x}", f".probe-{0:024x}-race")
 MOMENT = datetime(2026, 1, 10, tzinfo=UTC)
 DAY = timedelta(days=1)  # the default grace period
 AN_INSTANT = timedelta(microseconds=1)
@@ -132,7 +129,6 @@ AN_INSTANT = timedelta(microseconds=1)
 READ_MARKER, READ_INDEX, READ_DOT_METADATA = "get _COMMIT", "get index", "get .metadata"
 PUT_MARKER = "put _COMMIT"
 FENCE = [PUT_MARKER, READ_MARKER]
-PUBLISH = ["head .metadata", READ_MARKER, "put .metadata", READ_MARKER]
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
@@ -151,52 +147,20 @@ def test_old_orphans_of_a_committed_checkpoint_go_and_nothing_else(real):
     named(real)
 
 
-@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_what_an_overwrite_replaced_goes_after_the_grace_period(real):
-    save(real)
-    replaced = named(real)
-    real.age()
-    second = save(real, overwrite=True)
-    waiting = go(real)
-    # Readers of the first may still be at it: the objects are old but the change is not.
-    assert (waiting.outcome, waiting.deleted, waiting.fenced) == ("waiting", 0, False)
-    assert replaced <= keys(real)
-    real.age()
-    done = go(real)
-    assert (done.outcome, done.deleted) == ("swept", 3)
-    assert keys(real) == {MARKER_KEY, DOT_METADATA_KEY, *named(real)}
-    assert open_committed(real)[0].commit_id == second.commit_id
-
-
-def test_young_orphans_stay_and_their_save_can_still_commit(real):
-    save(real)
-    real.age()
-    token = commits.take_begin_token(real, overwrite=True)
-    index = upload(real)
-    done = go(real)
-    assert (done.outcome, done.kept_young, done.fenced) == ("waiting", 3, False)
-    finish(real, token, index)
-    assert named(real) >= {entry.key for entry in index.objects}
-
-
-def test_one_young_object_protects_a_save_whose_first_ones_are_old(store):
-    token = commits.take_begin_token(store, overwrite=False)
-    index = upload(store)
-    store.age(2 * DAY_SECONDS, index.objects[0].key)
-    assert go(store).outcome == "waiting"
-    finish(store, token, index)
-    named(store)
-
-
-@pytest.mark.parametrize("hours", [-1000, 1000])
-def test_wrong_clock_of_this_host_removes_nothing_too_young(store, hours):
+def test_what_an_overwrite_replaced_goes_after_the_grace_period(store):
     save(store)
     replaced = named(store)
-    save(store, overwrite=True)
-    store.age(GRACE_SECONDS / 2)
-    done = go(store, clock=Offset(hours * 3600.0))
-    assert (done.outcome, done.deleted) == ("waiting", 0)
+    store.age()
+    second = save(store, overwrite=True)
+    waiting = go(store)
+    # Readers of the first may still be at it: the objects are old but the change is not.
+    assert (waiting.outcome, waiting.deleted, waiting.fenced) == ("waiting", 0, False)
     assert replaced <= keys(store)
+    store.age()
+    done = go(store)
+    assert (done.outcome, done.deleted) == ("swept", 3)
+    assert keys(store) == {MARKER_KEY, DOT_METADATA_KEY, *named(store)}
+    assert open_committed(store)[0].commit_id == second.commit_id
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -229,13 +193,18 @@ def test_mending_waits_for_a_save_too_for_it_ends_with_a_fence(store, deleted):
     assert go(store).dot_metadata == "written"
 
 
-def test_the_beacon_of_a_save_that_died_goes_and_needs_no_fence(store):
-    beacon = commits.take_begin_token(store, overwrite=False).beacon
-    assert go(store).outcome == "waiting"
+@pytest.mark.parametrize("key", [beacon_key("0" * 24), *PROBES])
+@pytest.mark.parametrize("saved", [False, True])
+def test_what_a_dead_save_or_probe_has_left_goes_and_needs_no_fence(store, saved, key):
+    if saved:
+        save(store)
+    before = keys(store)
+    store.put(key, b"1")
+    assert go(store).outcome == "waiting"  # somebody may be about to save
     store.age()
     done = go(store)
     assert (done.outcome, done.deleted, done.unknown, done.fenced) == ("swept", 1, (), False)
-    assert beacon not in keys(store)
+    assert keys(store) == before
 
 
 def test_a_superseded_step_that_somebody_pins_or_changes_first_stays(store):
@@ -262,140 +231,6 @@ def test_a_superseded_step_stays_until_it_is_older_than_the_grace_period(store, 
     clock = Offset()
     clock.utc_now = lambda: store.head(MARKER_KEY).last_modified + age  # type: ignore[method-assign]
     assert go(store, base=1, clock=clock, dry_run=True).superseded == bool(more)
-
-
-@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_unfinished_deletion_is_finished_and_nothing_more(real):
-    save(real)
-    data = named(real)
-    tear_deletion(real)
-    assert state(real) == "deleting"
-    real.age()
-    done = go(real)
-    assert (done.outcome, done.finished_delete, done.deleted) == ("mended", True, 0)
-    assert keys(real) == {MARKER_KEY, *data}
-    assert state(real) == "deleted"
-    assert go(real).outcome == "waiting"
-    real.age()
-    assert go(real).deleted == 3
-
-
-def test_stale_dot_metadata_is_mended_before_anything_is_removed(real):
-    """A crash between marker and `.metadata`: stock readers still read the replaced commit."""
-    save(real)
-    replaced = named(real)
-    old = real.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
-    save(real, overwrite=True, publish=False)
-    real.age()
-    done = go(real)
-    assert (done.outcome, done.dot_metadata, done.deleted) == ("mended", "written", 0)
-    assert replaced <= keys(real)
-    body = real.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
-    assert body != old
-    assert DESCRIBED.describes(body, open_committed(real)[1])
-    # Stock readers that opened the old one have another grace period.
-    assert go(real).outcome == "waiting"
-    real.age()
-    assert go(real).deleted == 3
-    named(real)
-
-
-@pytest.mark.parametrize("before", [None, b"stock torch's"], ids=["missing", "outdated"])
-def test_dot_metadata_is_mended_even_if_there_is_nothing_to_remove(store, before):
-    """After a crash right after the commit, also of one that replaced a stock checkpoint."""
-    if before is not None:
-        store.put(DOT_METADATA_KEY, before)
-        store.age(60)
-    save(store, overwrite=True, publish=False)
-    done = go(store)
-    assert (done.outcome, done.dot_metadata) == ("mended", "written")
-    body = store.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
-    assert body == DESCRIBED.derive(open_committed(store)[1])
-    assert go(store).outcome == "clean"
-
-
-def test_dot_metadata_left_beside_a_tombstone_is_removed_first(store):
-    save(store)
-    data = named(store)
-    body = store.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
-    delete(store, grace_seconds=GRACE_SECONDS)
-    store.put(DOT_METADATA_KEY, body)  # a writer that was paused before it wrote it
-    store.age()
-    done = go(store)
-    assert (done.outcome, done.dot_metadata, done.deleted) == ("mended", "removed", 0)
-    assert keys(store) == {MARKER_KEY, *data}
-    assert go(store).outcome == "waiting"
-    store.age()
-    assert go(store).deleted == 3
-
-
-def test_what_repair_makes_obsolete_is_kept_for_the_grace_period(store):
-    """Stock readers may have begun with the old `.metadata` a moment ago."""
-    save(store)
-    old = named(store)
-    save(store, overwrite=True, publish=False)
-    store.age()
-    assert repair(store, dot_metadata=DESCRIBED).dot_metadata == "written"
-    assert go(store).outcome == "waiting"
-    assert old <= keys(store)
-    store.age()
-    assert go(store).outcome == "swept"
-    assert not old & keys(store)
-
-
-def test_what_a_late_publication_makes_obsolete_is_kept_for_the_grace_period(store):
-    save(store)
-    old = named(store)
-    done = save(store, overwrite=True, publish=False)
-    store.age()
-    body = DESCRIBED.derive(open_committed(store)[1])
-    assert publish_dot_metadata(store, done.commit_id, body, tries=TickingClock().tries())
-    assert go(store).outcome == "waiting"
-    assert old <= keys(store)
-
-
-def test_what_a_removed_dot_metadata_named_is_kept_for_the_grace_period(store):
-    save(store)
-    old = named(store)
-    stale, _ = store.get(DOT_METADATA_KEY, max_size_bytes=10**6)
-    delete(store, grace_seconds=GRACE_SECONDS)
-    store.put(DOT_METADATA_KEY, stale)
-    store.age()
-    assert repair(store, dot_metadata=DESCRIBED).dot_metadata == "removed"
-    assert go(store).outcome == "waiting"
-    assert old <= keys(store)
-
-
-def test_a_sweep_removes_nothing_once_a_deletion_has_crossed_it(store):
-    save(store)
-    replaced = named(store)
-    save(store, overwrite=True, publish=False)
-    store.age()
-    inner: MemoryStore = store.inner  # type: ignore[assignment]
-
-    def cross(key: str) -> None:
-        if key == DOT_METADATA_KEY:
-            inner.on_get = None
-            delete(store)
-
-    inner.on_get = cross
-    lost = asdict(go(store))
-    reason = "another job changed the marker"
-    assert lost == report(outcome="lost", reason=reason, fenced=True)
-    assert inner.on_get is None
-    assert replaced <= keys(store)
-
-
-def test_another_librarys_checkpoint_is_left_alone(store):
-    """A tombstone would hide it from our readers, and `.metadata` would be removed next."""
-    for key in (DOT_METADATA_KEY, "__0_0.distcp", "__1_0.distcp"):
-        store.put(key, b"stock")
-    upload(store)  # an overwrite with ours that died
-    store.age()
-    before = keys(store)
-    done = go(store)
-    assert done.outcome == "foreign"
-    assert keys(store) == before
 
 
 def test_checkpoint_whose_index_is_damaged_is_left_alone(store):
@@ -425,149 +260,138 @@ def test_old_uploads_are_aborted_and_young_ones_protect_their_save(store):
     assert go(store, uploads=uploads).deleted == 2
 
 
-def test_what_was_replaced_after_the_listing_is_left_to_the_next_sweep(store):
-    class Listed(AgedStore):
-        def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-            found = list(super().list(prefix))
-            save(self.inner, overwrite=True, publish=False)
-            return iter(found)
-
-    save(store, publish=False)
-    lost = asdict(go(Listed(store)))
-    assert lost == report(outcome="lost", reason="another job changed the marker")
-    assert DOT_METADATA_KEY not in keys(store)
-    done = go(store)
-    assert (done.outcome, done.dot_metadata) == ("waiting", "written"), "what it replaced is young"
-
-
-def test_dry_run_changes_nothing_and_tells_what_a_sweep_does(real):
-    tear(real)
-    save(real)
-    real.age()
-    uploads = FakeUploads(an_upload(2 * DAY_SECONDS))
-    before = {meta.key: meta.version for meta in real.list()}
-    planned = go(real, uploads=uploads, dry_run=True)
-    assert {meta.key: meta.version for meta in real.list()} == before
-    assert len(uploads.left) == 1
-    done = go(real, uploads=uploads)
-    assert planned == replace(done, dry_run=True, fenced=False)
-    assert done.deleted == 3
-
-
 @pytest.mark.parametrize("grace", [0, 3599.9, -1, float("nan"), float("inf"), "24h", True, None])
-def test_grace_of_less_than_an_hour_is_refused(store, grace):
+def test_a_grace_period_is_at_least_an_hour(store, grace):
     with pytest.raises(ConfigError, match="at least 3600"):
         go(store, grace_seconds=grace)
-
-
-@pytest.mark.parametrize("grace", [3600, 3600.0, 10**9])
-def test_grace_of_an_hour_or_more_is_accepted(grace):
-    assert check_grace(grace) == grace
-
-
-@pytest.mark.parametrize("saved", [False, True])
-def test_probe_leftovers_go_and_need_no_fence(store, saved):
-    if saved:
-        save(store)
-    before = keys(store)
-    for suffix in ("", "-race"):
-        store.put(f".probe-{new_nonce()}{suffix}", b"1")
-    assert go(store).outcome == "waiting"  # somebody may be about to save
-    store.age()
-    assert go(store, dry_run=True).deleted == 2
-    done = go(store)
-    assert (done.outcome, done.deleted, done.fenced) == ("swept", 2, False)
-    assert keys(store) == before
-
-
-def test_stock_checkpoint_beside_a_tombstone_keeps_its_dot_metadata(store):
-    """Somebody deleted the checkpoint with ours and saved another one there with stock torch."""
-    save(store)
-    delete(store, grace_seconds=GRACE_SECONDS)
-    stock = {DOT_METADATA_KEY, "__0_0.distcp"}
-    for key in stock:
-        store.put(key, b"stock torch's")
-    store.age()
-    done = go(store)
-    assert (done.outcome, done.deleted) == ("swept", 3)
-    assert keys(store) == {MARKER_KEY, *stock}
-    assert go(store).outcome == "clean"
-    assert keys(store) == {MARKER_KEY, *stock}
+    assert [check_grace(good) for good in (3600, 10.0**9)] == [3600, 10.0**9]
 
 
 # --- the requests of a sweep, and its report
 
 
-@pytest.mark.parametrize("dry_run", [False, True])
-def test_what_no_commit_names_is_removed_behind_a_fence_and_the_index_last(store, dry_run):
+def replaced(store: AgedStore) -> None:
     save(store)
     save(store, overwrite=True)
     store.put("notes.txt", b"somebody's")
-    replaced = {meta.key: meta.size_bytes for meta in store.list() if meta.key in loose(store)}
     store.age()
-    removed, requests = watched(store, dry_run=dry_run)
-    aligned = [READ_INDEX, READ_DOT_METADATA]
-    deletes = ["delete data", "delete data", "delete index"]
-    look = [READ_MARKER, READ_INDEX, "list "]
-    assert requests == look + (aligned if dry_run else FENCE + aligned + deletes)
-    assert removed == report(
-        outcome="swept",
-        deleted=3,
-        deleted_bytes=sum(replaced.values()),
-        unknown=("notes.txt",),
-        fenced=not dry_run,
-        dry_run=dry_run,
-    )
 
 
-@pytest.mark.parametrize("dry_run", [False, True])
-def test_what_was_never_committed_is_removed_behind_a_tombstone(store, dry_run):
+def never_committed(store: AgedStore) -> None:
     tear(store)
-    size = sum(meta.size_bytes for meta in store.list())
     store.age()
-    removed, requests = watched(store, dry_run=dry_run)
-    deletes = [*FENCE, READ_DOT_METADATA, "delete data", "delete data"]
-    look = [READ_MARKER, "list "]
-    assert requests == look + ([] if dry_run else ["delete beacon", *deletes])
-    assert removed == report(
-        outcome="swept", deleted=3, deleted_bytes=size, fenced=not dry_run, dry_run=dry_run
-    )
-    if not dry_run:
-        fields = json.loads(store.get(MARKER_KEY, max_size_bytes=1000)[0])
-        assert (fields["format"], fields["generation"], fields["state"]) == (1, 1, "deleted")
-        assert (fields["index"], fields["log"], fields["world_size"]) == (None, [], 0)
 
 
-@pytest.mark.parametrize("dry_run", [False, True])
-def test_where_there_is_nothing_to_remove_a_sweep_only_looks(store, dry_run):
+def all_in_line(store: AgedStore) -> None:
     """Stores tell the time in seconds, and `.metadata` is often of the second of the marker."""
     store.inner.bucket.now = lambda: MOMENT  # type: ignore[attr-defined]
     save(store)
     store.age()
-    clean, requests = watched(store, dry_run=dry_run)
-    assert requests == [READ_MARKER, READ_INDEX, "list "]
-    assert clean == report(outcome="clean", dry_run=dry_run)
 
 
-@pytest.mark.parametrize("dry_run", [False, True])
-def test_a_deletion_is_finished_by_its_last_three_requests(store, dry_run):
+def being_deleted(store: AgedStore) -> None:
     save(store)
     tear_deletion(store)
     store.age()
-    finished, requests = watched(store, dry_run=dry_run)
-    ended = [READ_MARKER, "delete .metadata", PUT_MARKER]
-    assert requests == [READ_MARKER] + ([] if dry_run else ended)
-    assert finished == report(outcome="mended", finished_delete=True, dry_run=dry_run)
 
 
-@pytest.mark.parametrize("dry_run", [False, True])
-def test_a_step_that_never_counts_is_deleted_as_delete_does_it(store, dry_run):
-    save(store)
+def unpublished(store: AgedStore) -> None:
+    save(store, publish=False)
     store.age()
-    deleted, requests = watched(store, base=1, dry_run=dry_run)
-    deletion = [PUT_MARKER, READ_MARKER, "delete .metadata", PUT_MARKER]
-    assert requests == [READ_MARKER, "list "] + ([] if dry_run else deletion)
-    assert deleted == report(outcome="mended", superseded=True, dry_run=dry_run)
+
+
+def published_by_stock_torch(store: AgedStore) -> None:
+    store.put(DOT_METADATA_KEY, b"stock torch's")
+    store.age(60)
+    save(store, overwrite=True, publish=False)
+    store.age()
+
+
+def replaced_and_unpublished(store: AgedStore) -> None:
+    save(store)
+    save(store, overwrite=True, publish=False)
+    store.age()
+
+
+def published_on_a_young_tombstone(store: AgedStore) -> None:
+    save(store)
+    body = store.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
+    delete(store, grace_seconds=GRACE_SECONDS)
+    store.put(DOT_METADATA_KEY, body)
+
+
+LOOK, LOOK_ALONE = [READ_MARKER, READ_INDEX, "list "], [READ_MARKER, "list "]
+JUDGE = [READ_INDEX, READ_DOT_METADATA]
+DELETE_DATA = ["delete data", "delete data"]
+END_DELETION = [READ_MARKER, "delete .metadata", PUT_MARKER]
+PUBLISH = ["head .metadata", READ_MARKER, "put .metadata", *[READ_MARKER] * 2, PUT_MARKER]
+WRITTEN = {"outcome": "mended", "dot_metadata": "written"}
+
+
+@pytest.mark.parametrize(
+    ("prepare", "look", "judge", "change", "fields"),
+    [
+        (
+            *(replaced, LOOK, JUDGE, [*FENCE, *JUDGE, *DELETE_DATA, "delete index"]),
+            {"outcome": "swept", "deleted": 3, "fenced": True, "unknown": ("notes.txt",)},
+        ),
+        (
+            *(never_committed, LOOK_ALONE, []),
+            ["delete beacon", *FENCE, READ_DOT_METADATA, *DELETE_DATA],
+            {"outcome": "swept", "deleted": 3, "fenced": True},
+        ),
+        (all_in_line, LOOK, [], [], {"outcome": "clean"}),
+        (
+            *(being_deleted, [READ_MARKER], [], END_DELETION),
+            {"outcome": "mended", "finished_delete": True},
+        ),
+        (unpublished, LOOK, JUDGE, [READ_MARKER, *JUDGE, *PUBLISH], WRITTEN),
+        (published_by_stock_torch, LOOK, JUDGE, [READ_MARKER, *JUDGE, *PUBLISH], WRITTEN),
+        (
+            *(replaced_and_unpublished, LOOK, JUDGE, [*FENCE, *JUDGE, *PUBLISH]),
+            {**WRITTEN, "fenced": True},
+        ),
+        (
+            *(published_on_a_young_tombstone, LOOK_ALONE, [READ_DOT_METADATA]),
+            [READ_MARKER, READ_DOT_METADATA, "delete .metadata", READ_MARKER, PUT_MARKER],
+            {"outcome": "waiting", "kept_young": 3, "dot_metadata": "removed"}
+            | {"reason": "3 objects are younger than the grace period, which a save under way"},
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_sweep_changes_behind_its_looks_what_a_dry_run_says(
+    store, prepare, look, judge, change, fields
+):
+    """Objects are removed behind a fence and the index last; `.metadata` and then the marker."""
+    prepare(store)
+    inner: MemoryStore = store.inner  # type: ignore[assignment]
+    before = dict(inner.objects)
+    planned, requests = watched(store, dry_run=True)
+    assert requests == look + judge
+    assert inner.objects == before
+    done, requests = watched(store)
+    assert requests == look + change
+    assert planned == {**done, "dry_run": True, "fenced": False}
+    gone = [key for key in before if key not in inner.objects and key != DOT_METADATA_KEY]
+    size = sum(len(before[key][0]) for key in gone)
+    reason = done["reason"] and str(done["reason"]).removesuffix(" may need")
+    assert {**done, "reason": reason} == report(**{"deleted_bytes": size, **fields})
+
+
+def test_a_step_that_never_counts_is_deleted_as_delete_does_it(store):
+    """Its claim is below the base; a tombstone is no step."""
+    finish(store, commits.take_begin_token(store, overwrite=False, claim=2), upload(store))
+    store.age()
+    for base in (1, 2):
+        assert not go(store, base=base, dry_run=True).superseded
+    planned, requests = watched(store, base=3, dry_run=True)
+    assert requests == LOOK_ALONE
+    deleted, requests = watched(store, base=3)
+    assert requests == [*LOOK_ALONE, PUT_MARKER, *END_DELETION]
+    assert deleted == report(outcome="mended", superseded=True) == {**planned, "dry_run": False}
+    store.age()
+    assert not go(store, base=3).superseded
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -587,99 +411,61 @@ def test_a_step_that_never_counts_is_not_deleted_under_the_save_that_replaces_it
         named(store)
 
 
-def test_only_steps_of_claims_below_the_base_never_count(store):
+LOST = {"outcome": "lost", "reason": "another job changed the marker"}
+
+
+@pytest.mark.parametrize(
+    ("moment", "fields"),
+    [
+        ("the deletion", {}),
+        ("the fence", {}),
+        ("after the fence", {"fenced": True}),
+        ("the listing", {"kept_young": 3}),
+    ],
+)
+@pytest.mark.parametrize("change", ["pinned", "removed"])
+def test_a_sweep_that_loses_a_race_says_so_and_removes_nothing(store, moment, change, fields):
+    """Somebody changes the marker right before or after the sweep lists or puts it."""
     inner: MemoryStore = store.inner  # type: ignore[assignment]
-    finish(store, commits.take_begin_token(store, overwrite=False, claim=2), upload(store))
-    store.age()
-    for base in (1, 2):
-        assert not go(store, base=base, dry_run=True).superseded
-    assert go(store, base=3, dry_run=True).superseded
-    delete(store)
-    store.age()
-    assert not go(store, base=3).superseded, "a tombstone is no step"
-    assert inner.objects
 
+    def act(_: object = None) -> None:
+        inner.on_put = inner.on_get = inner.on_list = None
+        if change == "pinned":
+            pin(inner, "look at it")
+        else:
+            inner.delete(MARKER_KEY)
 
-@pytest.mark.parametrize("moment", ["the deletion", "the fence", "after the fence"])
-def test_a_sweep_that_loses_a_race_says_so_and_removes_nothing(store, moment):
-    """Somebody pins the checkpoint right before or after the sweep puts the marker."""
-    inner: MemoryStore = store.inner  # type: ignore[assignment]
-
-    def change(_: object = None) -> None:
-        inner.on_put = inner.on_get = None
-        pin(inner, "look at it")
-
-    def fence(_: object) -> None:
-        inner.on_get = change
+    def wait(_: object) -> None:
+        inner.on_get = act
 
     save(store)
-    save(store, overwrite=True)
-    store.age()
+    save(store, overwrite=True, publish=moment != "the listing")
     before = keys(store)
-    inner.on_put = in_turn(MARKER_KEY, fence if moment == "after the fence" else change)
+    if moment == "the listing":  # where there is only `.metadata` to mend
+        inner.on_list = act
+    else:
+        store.age()
+        inner.on_put = in_turn(MARKER_KEY, wait if moment == "after the fence" else act)
     lost = asdict(go(store, base=int(moment == "the deletion")))
-    fenced = moment == "after the fence"
-    assert lost == report(outcome="lost", reason="another job changed the marker", fenced=fenced)
-    assert keys(store) == before
+    assert lost == report(**LOST, **fields)
+    assert keys(store) == (before if change == "pinned" else before - {MARKER_KEY})
 
 
-def test_nothing_is_mended_if_the_marker_is_gone_after_the_listing(store):
-    inner: MemoryStore = store.inner  # type: ignore[assignment]
-    save(store, publish=False)
-    inner.on_list = lambda: inner.objects.pop(MARKER_KEY) and None
-    lost = asdict(go(store))
-    assert lost == report(outcome="lost", reason="another job changed the marker")
-    assert DOT_METADATA_KEY not in inner.objects
-
-
-def test_nothing_is_removed_if_the_marker_is_gone_after_the_fence(store):
+def test_a_sweep_removes_nothing_once_a_deletion_has_crossed_it(store):
+    save(store)
+    replaced = named(store)
+    save(store, overwrite=True, publish=False)
+    store.age()
     inner: MemoryStore = store.inner  # type: ignore[assignment]
 
-    def remove(_: object) -> None:
-        inner.on_get = lambda key: inner.objects.pop(MARKER_KEY) and None
+    def cross(key: str) -> None:
+        if key == DOT_METADATA_KEY:
+            inner.on_get = None
+            delete(store)
 
-    save(store)
-    save(store, overwrite=True)
-    store.age()
-    inner.on_put = in_turn(MARKER_KEY, remove)
-    lost = asdict(go(store))
-    assert lost == report(outcome="lost", reason="another job changed the marker", fenced=True)
-
-
-@pytest.mark.parametrize("dry_run", [False, True])
-@pytest.mark.parametrize("torn", [False, True])
-def test_dot_metadata_is_written_and_then_the_marker(store, torn, dry_run):
-    save(store, publish=False)
-    if torn:
-        save(store, overwrite=True, publish=False)
-    store.age()
-    mended, requests = watched(store, dry_run=dry_run)
-    aligned = [READ_INDEX, READ_DOT_METADATA]
-    looked = ([] if dry_run else FENCE if torn else [READ_MARKER]) + aligned
-    written = [] if dry_run else [*PUBLISH, READ_MARKER, PUT_MARKER]
-    assert requests == [READ_MARKER, READ_INDEX, "list ", *looked, *written]
-    assert mended == report(
-        outcome="mended", dot_metadata="written", fenced=torn and not dry_run, dry_run=dry_run
-    )
-
-
-@pytest.mark.parametrize("dry_run", [False, True])
-def test_dot_metadata_beside_a_young_tombstone_is_removed_and_nothing_else(store, dry_run):
-    save(store)
-    body = store.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
-    delete(store, grace_seconds=GRACE_SECONDS)
-    store.put(DOT_METADATA_KEY, body)
-    mended, requests = watched(store, dry_run=dry_run)
-    removed = ["delete .metadata", READ_MARKER, PUT_MARKER]
-    mend = [READ_DOT_METADATA] if dry_run else [READ_MARKER, READ_DOT_METADATA, *removed]
-    assert requests == [READ_MARKER, "list ", *mend]
-    assert mended == report(
-        outcome="waiting",
-        reason="3 objects are younger than the grace period, which a save under way may need",
-        kept_young=3,
-        dot_metadata="removed",
-        dry_run=dry_run,
-    )
+    inner.on_get = cross
+    assert asdict(go(store)) == report(**LOST, fenced=True)
+    assert replaced <= keys(store)
 
 
 def test_uploads_are_listed_before_the_objects_and_aborted_before_the_fence(store):
@@ -794,6 +580,10 @@ def at_age(key: str, age: timedelta, size_bytes: int = 1) -> ObjectMeta:
     return ObjectMeta(key, size_bytes, Version(key), NOW - age)
 
 
+def upload_of(age: timedelta) -> UnfinishedUpload:
+    return UnfinishedUpload(OURS[1], "id", NOW - age, 1)
+
+
 def planned(*listing: ObjectMeta, **changes) -> SweepPlan:
     usual = {"marker_written_at": NOW - 2 * DAY, "named": (), "uploads": (), "now": NOW}
     return plan_sweep(listing, **{**usual, "grace_seconds": GRACE_SECONDS, **changes})
@@ -829,6 +619,9 @@ def test_a_plan_says_of_every_object_and_upload_what_it_is():
     )
 
 
+YOUNG = "younger than the grace period, which a save under way may need"
+
+
 @pytest.mark.parametrize(
     ("listing", "changes", "outcome", "reason"),
     [
@@ -841,25 +634,13 @@ def test_a_plan_says_of_every_object_and_upload_what_it_is():
         ([OURS[0], DOT_METADATA_KEY], {}, "swept", None),
         ([OURS[0], DOT_METADATA_KEY], {"marker_written_at": None}, "foreign", "'.metadata' with"),
         ([DOT_METADATA_KEY, OURS[0]], {"marker_written_at": None}, "foreign", "'.metadata' with"),
+        ([OURS[0]], {"uploads": [upload_of(DAY)]}, "waiting", "an upload is in progress"),
+        ([OURS[0]], {"uploads": [upload_of(DAY + AN_INSTANT)]}, "swept", None),
+        ([], {"uploads": [upload_of(DAY)]}, "clean", None),
+        ([OURS[0]], {"now": NOW - DAY}, "waiting", f"an object is {YOUNG}"),
     ],
 )
 def test_the_outcome_of_a_plan_and_its_reason(listing, changes, outcome, reason):
     plan = planned(*(at_age(key, 2 * DAY) for key in listing), **changes)
     assert plan.outcome == outcome
     assert plan.reason is None if reason is None else reason in str(plan.reason)
-
-
-@pytest.mark.parametrize(("age", "outcome"), [(DAY, "waiting"), (DAY + AN_INSTANT, "swept")])
-def test_an_upload_in_progress_protects_a_save_of_which_all_objects_are_old(age, outcome):
-    upload = UnfinishedUpload(OURS[1], "id", NOW - age, 1)
-    plan = planned(at_age(OURS[0], 2 * DAY), uploads=[upload])
-    assert plan.outcome == outcome
-    assert plan.reason == ("an upload is in progress" if outcome == "waiting" else None)
-    assert planned(uploads=[upload]).outcome == "clean"
-
-
-def test_one_young_object_is_told_in_the_singular():
-    plan = planned(at_age(OURS[0], 2 * DAY), at_age(OURS[1], DAY))
-    assert (
-        plan.reason == "an object is younger than the grace period, which a save under way may need"
-    )

@@ -18,6 +18,7 @@ from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.errors import CheckpointCorruptError
 from dcp_objstore.state import dcp_metadata
 from dcp_objstore.state.dcp_metadata import describe
+from dcp_objstore.state.stored import constant_name, known_dtype
 from tests.support import indexes
 
 RANKS = 64
@@ -124,3 +125,13 @@ def test_a_layout_that_this_torch_lacks_is_an_error_of_its_tensor(change):
     with pytest.raises(CheckpointCorruptError, match=next(iter(change.values()))) as caught:
         describe(stored)
     assert caught.value.key == "b"
+
+
+def test_a_dtype_is_known_if_torch_and_this_version_know_it(monkeypatch):
+    for constant in (torch.bfloat16, torch.float32):
+        assert known_dtype(constant_name(constant)) is constant
+    assert constant_name(torch.channels_last) == "channels_last"
+    for name in ("quint4x2", "strided", "float3"):
+        assert known_dtype(name) is None
+    monkeypatch.setitem(ix.ITEM_SIZE_BYTES, "float3", 1)
+    assert known_dtype("float3") is None

@@ -31,13 +31,11 @@ from dcp_objstore.config import MIB, PINNED_MOST
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     RankFailedError,
-    StoreUnavailableError,
     TransferStalledError,
 )
-from dcp_objstore.read import session
 from dcp_objstore.read.items import ItemLocation
 from dcp_objstore.read.tensor_read import TensorRead
-from dcp_objstore.state import device, tensor_frame
+from dcp_objstore.state import device
 from dcp_objstore.state.device import (
     Inbound,
     Outbound,
@@ -56,7 +54,7 @@ from tests.support.checkpoints import memory_url
 from tests.support.lanes import LateLane, use_lane
 from tests.support.ranks import run_ranks
 from tests.support.states import ALL_DTYPES, same_bits, seeded
-from tests.support.wrapped_stores import ChangingStore, Fault, FaultStore
+from tests.support.wrapped_stores import ChangingStore
 
 PART = 5 * MIB
 CONFIG = dos.TransferConfig(
@@ -69,7 +67,7 @@ CONFIG = dos.TransferConfig(
 
 def big_state() -> dict[str, torch.Tensor]:
     """Tensors of many slices and of less than one, that begin anywhere in a part."""
-    sizes = {"big": 9_000_001, "mid": 1_300_007, "small": 100, "more": 5_000_003}
+    sizes = {"big": 4_500_001, "mid": 1_300_007, "small": 100, "more": 2_500_003}
     return {key: seeded(key, (count,)) for key, count in sizes.items()}
 
 
@@ -83,10 +81,6 @@ def assert_same(loaded: dict[str, torch.Tensor], state: dict[str, torch.Tensor])
 
 def never_stopped() -> None:
     pass
-
-
-def plain_memory(size_bytes: int) -> torch.Tensor:
-    return torch.zeros(size_bytes, dtype=torch.uint8)
 
 
 @pytest.fixture
@@ -107,30 +101,28 @@ def test_work_that_other_threads_would_not_wait_for_is_waited_for(monkeypatch):
     current = [default[0], stream("a stream of 1")]
     cuda = SimpleNamespace(
         is_initialized=lambda: True,
+        is_available=lambda: True,
         device_count=lambda: 2,
         current_stream=current.__getitem__,
         default_stream=default.__getitem__,
     )
+    there = [True]
+    other = SimpleNamespace(
+        is_available=lambda: there[0], current_stream=lambda: stream("another accelerator's")
+    )
     monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(torch, "accelerator", other)
     device.wait_for_streams()
     assert waited == ["a stream of 1"]
-
-
-@pytest.mark.parametrize("has_cuda", [False, True])
-def test_work_of_another_accelerator_is_waited_for(monkeypatch, has_cuda):
-    """But a CUDA device that this process has not used is not initialized for that."""
-    waited = []
-    stream = SimpleNamespace(synchronize=lambda: waited.append("all"))
-    accelerator = SimpleNamespace(is_available=lambda: True, current_stream=lambda: stream)
-    cuda = SimpleNamespace(is_initialized=lambda: False, is_available=lambda: has_cuda)
-    monkeypatch.setattr(torch, "accelerator", accelerator)
-    monkeypatch.setattr(torch, "cuda", cuda)
+    cuda.is_initialized = lambda: False  # a query would initialize it
     device.wait_for_streams()
-    assert waited == ([] if has_cuda else ["all"])
-    accelerator.is_available = lambda: False
+    assert waited.pop() == "a stream of 1"
     cuda.is_available = lambda: False
     device.wait_for_streams()
-    assert len(waited) == (not has_cuda)
+    assert waited == ["another accelerator's"]
+    there[0] = False
+    device.wait_for_streams()
+    assert len(waited) == 1
 
 
 class Cuda:
@@ -170,13 +162,16 @@ def cuda_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     device._stream.cache_clear()
 
 
-def test_copies_of_a_gpu_have_a_stream_of_their_own_behind_that_of_the_thread(cuda_here):
-    gpu = torch.device("cuda", 1)
+def test_copies_of_a_gpu_have_one_stream_a_direction_behind_that_of_the_thread(cuda_here):
+    """For the whole process: the allocator keeps memory for each stream."""
+    gpu, other = torch.device("cuda", 1), torch.device("cuda", 0)
+    lanes = lanes_into([torch.device("cpu"), gpu, torch.device("meta")])
+    assert list(lanes) == [gpu], "only devices with a lane"
+    (_, inward, _) = cuda_here.done.pop()
     lane = lane_of(gpu, "out")
     (_, stream, _) = cuda_here.done[0]
-    assert stream.place == gpu
     behind = ("wait", stream, "this thread's of cuda:1")
-    assert cuda_here.done == [behind]
+    assert (stream.place, cuda_here.done) == (gpu, [behind])
 
     def work() -> None:
         # The device as well: at its end a stream would make the default one the current.
@@ -190,44 +185,23 @@ def test_copies_of_a_gpu_have_a_stream_of_their_own_behind_that_of_the_thread(cu
     lane.finish()
     assert cuda_here.done[3:] == [behind, ("synchronize", stream)]
     assert not cuda_here.at
-
-
-def test_a_gpu_has_one_stream_a_direction_for_the_whole_process(cuda_here):
-    """The allocator keeps memory for each stream."""
-    gpus = [torch.device("cuda", number) for number in (0, 1)]
-    for _ in range(2):
-        for gpu in gpus:
-            for direction in ("in", "out"):
-                lane_of(gpu, direction)
-    streams = [stream for _, stream, _ in cuda_here.done]
-    assert len({id(stream) for stream in streams}) == 4
-    assert list(map(id, streams[:4])) == list(map(id, streams[4:]))
-    assert [stream.place for stream in streams[:4]] == [gpus[0], gpus[0], gpus[1], gpus[1]]
+    cuda_here.done.clear()
+    for place, direction in product((gpu, other), ("in", "out")):
+        lane_of(place, direction)
+    streams = [one for _, one, _ in cuda_here.done]
+    assert streams[:2] == [inward, stream]
+    assert [one.place for one in streams] == [gpu, gpu, other, other]
+    assert streams[2] is not streams[3]
 
 
 def test_pinned_memory_is_made_for_the_gpu_that_copies_from_it(cuda_here, monkeypatch):
     asked: list[tuple[object, ...]] = []
-
-    def empty(size_bytes: int, **settings: Any) -> str:
-        asked.append((size_bytes, settings, *cuda_here.at))
-        return "memory"
-
-    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(
+        torch, "empty", lambda size, **how: asked.append((size, how, *cuda_here.at))
+    )
     gpu = torch.device("cuda", 1)
-    assert lane_of(gpu, "in").allocate(8) == "memory"
+    lane_of(gpu, "in").allocate(8)
     assert asked == [(8, {"dtype": torch.uint8, "device": "cpu", "pin_memory": True}, gpu)]
-
-
-def test_only_devices_with_a_lane_are_loaded_into_through_one(cuda_here):
-    gpu = torch.device("cuda", 0)
-    lanes = lanes_into([torch.device("cpu"), gpu, torch.device("meta")])
-    assert list(lanes) == [gpu]
-    inbound = Inbound(lanes, 0, 8)
-    assert inbound.takes(gpu)
-    assert not inbound.takes(torch.device("cpu"))
-    (_, stream, _) = cuda_here.done[0]
-    lane_of(gpu, "out")
-    assert cuda_here.done[1][1] is not stream, "in, not out"
 
 
 @pytest.mark.parametrize(
@@ -334,7 +308,7 @@ def test_a_save_through_the_ring_stores_what_a_save_without_it_does(seed, monkey
 
 
 def test_a_save_takes_the_host_memory_of_the_parts_in_flight_and_no_more(lane, through):
-    state = {f"t{n}": seeded(f"t{n}", (3_000_001,)) for n in range(16)}
+    state = {f"t{n}": seeded(f"t{n}", (3_000_001,)) for n in range(14)}
     through(lambda store: GatheringStore(store, parts=CONFIG.upload_concurrency + 1))
     dos.save(state, memory_url(), config=CONFIG)
     assert lane.allocated
@@ -342,7 +316,7 @@ def test_a_save_takes_the_host_memory_of_the_parts_in_flight_and_no_more(lane, t
     assert sum(lane.allocated) < sum(tensor.nbytes for tensor in state.values()) / 2
 
 
-@pytest.mark.parametrize("count_bytes", [70_000, 2_200_000, 4 * MIB - 4, 4 * MIB + 4])
+@pytest.mark.parametrize("count_bytes", [70_000, 4 * MIB + 4])
 def test_many_tensors_smaller_than_a_slot_make_up_a_part_without_a_wait_for_ever(
     count_bytes, lane, through
 ):
@@ -359,15 +333,51 @@ def test_many_tensors_smaller_than_a_slot_make_up_a_part_without_a_wait_for_ever
     assert dos.open(url).verify().ok
 
 
-def test_a_slot_is_filled_up_to_its_last_whole_block(lane):
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [((12, 16), [12, 4, 12]), ((12, 12, 8), [12, 4, 8, 8]), ((13, 5), [13, 5])],
+)
+def test_a_slot_is_filled_up_to_its_last_whole_block(lane, sizes, wanted):
     """Otherwise a part could lie in more slots than there are."""
-    plan = plan_parts(0, 16 * MIB)
-    outbound = Outbound(plan, CONFIG, never_stopped)
-    sizes = []
-    for count_mib in (12, 16):
-        slices = outbound.slices(torch.zeros(count_mib * MIB, dtype=torch.uint8))
-        sizes += [piece.nbytes // MIB for piece in slices]
-    assert sizes == [12, 4, 12]
+    config = dos.TransferConfig(part_size_bytes=16 * MIB, upload_concurrency=8)
+    out = Outbound(plan_parts(0, 16 * MIB), config, never_stopped)
+    tensors = [torch.zeros(size * MIB, dtype=torch.uint8) for size in sizes]
+    held = [piece for tensor in tensors for piece in out.slices(tensor)]
+    assert [piece.nbytes // MIB for piece in held] == wanted
+    assert len(lane.allocated) == 2
+
+
+def test_slices_follow_what_makes_their_tensor_and_lie_aligned_in_one_slot(monkeypatch):
+    made: list[LateLane] = []
+    calls: list[str] = []
+
+    class NotingLane(LateLane):
+        def follow(self) -> None:
+            calls.append("follow")
+
+        def queue(self, work: Any) -> Any:
+            calls.append("copy")
+            return super().queue(work)
+
+    def make() -> LateLane:
+        made.append(NotingLane())
+        return made[-1]
+
+    use_lane(monkeypatch, make)
+    outbound = Outbound(plan_parts(0, PART), CONFIG, never_stopped)
+    sizes = [1, 63, 64, 65, 100, 7]
+    held = [
+        piece
+        for value, size in enumerate(sizes)
+        for piece in outbound.slices(torch.full((size,), value, dtype=torch.uint8))
+    ]
+    (lane,) = made
+    assert calls == ["follow", "copy"] * len(sizes)
+    assert len(lane.allocated) == 1
+    starts = [piece.ctypes.data - lane.starts[0] for piece in held]
+    assert starts == [0, 64, 128, 192, 320, 448]
+    assert [set(piece.tolist()) for piece in held] == [{value} for value in range(len(sizes))]
+    assert outbound.slices(torch.empty(2, device="meta")) is None
 
 
 @pytest.mark.parametrize(
@@ -381,50 +391,6 @@ def test_a_save_has_slots_for_the_parts_in_flight_and_two_more(part_mib, concurr
     )
     plan = plan_parts(0, part_mib * MIB)
     assert Outbound(plan, config, never_stopped).slots == slots
-
-
-class NotingLane(LateLane):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def follow(self) -> None:
-        self.calls.append("follow")
-
-    def queue(self, work: Any) -> Any:
-        self.calls.append("copy")
-        return super().queue(work)
-
-
-def test_each_tensor_is_copied_after_the_work_that_makes_it_on_one_lane(monkeypatch):
-    made = []
-
-    def make() -> NotingLane:
-        made.append(NotingLane())
-        return made[-1]
-
-    use_lane(monkeypatch, make)
-    outbound = Outbound(plan_parts(0, PART), CONFIG, never_stopped)
-    for _ in range(2):
-        (piece,) = outbound.slices(torch.ones(100, dtype=torch.uint8))
-        assert piece.all()
-    (lane,) = made
-    assert lane.calls == ["follow", "copy"] * 2
-    assert len(lane.allocated) == 1, "one ring, and one slot for both"
-    assert outbound.slices(torch.empty(2, device="meta")) is None
-
-
-def test_slices_in_a_slot_are_aligned_and_do_not_overlap(lane):
-    outbound = Outbound(plan_parts(0, PART), CONFIG, never_stopped)
-    sizes = [1, 63, 64, 65, 100, 7]
-    held = [
-        piece
-        for value, size in enumerate(sizes)
-        for piece in outbound.slices(torch.full((size,), value, dtype=torch.uint8))
-    ]
-    starts = [piece.ctypes.data - lane.starts[0] for piece in held]
-    assert starts == [0, 64, 128, 192, 320, 448]
-    assert [set(piece.tolist()) for piece in held] == [{value} for value in range(len(sizes))]
 
 
 def test_a_slice_is_as_long_as_the_plan_has_it_and_a_slot_at_most(lane):
@@ -444,54 +410,17 @@ def sink() -> Iterator[Sink]:
 @pytest.mark.parametrize("part_mib", cases([5, 16, 24], default=[16]))
 def test_a_server_is_sent_more_than_the_ring_holds_and_sends_it_back(part_mib, sink, lane):
     """With the real transport, which takes what it can get before it frees anything."""
-    state = {f"t{n}": seeded(f"t{n}", (n * 400_003,)) for n in range(1, 16)}
+    state = {f"t{n}": seeded(f"t{n}", (n * 400_003,)) for n in range(1, 12)}
     config = dos.TransferConfig(
         part_size_bytes=part_mib * MIB, upload_concurrency=1, stall_timeout_seconds=90
     )
-    assert sum(tensor.nbytes for tensor in state.values()) > 180 * MIB
+    assert sum(tensor.nbytes for tensor in state.values()) > 96 * MIB
     url = f"s3://bucket/{secrets.token_hex(4)}"
     dos.save(state, url, storage_options=sink.storage_options, config=config)
     assert len(lane.allocated) <= 5
     loaded = blank(state)
     dos.load(loaded, url, storage_options=sink.storage_options)
     assert_same(loaded, state)
-
-
-def test_memory_as_a_store_gives_back_what_it_was_sent_before_the_last_of_it_comes(lane):
-    config = dos.TransferConfig(
-        part_size_bytes=PART, upload_concurrency=1, stall_timeout_seconds=90
-    )
-    state = {"t": torch.arange(27 * MIB, dtype=torch.float32)}
-    url = memory_url()
-    dos.save(state, url, config=config)
-    assert len(lane.allocated) <= 5
-    loaded = blank(state)
-    load(loaded, url)
-    assert_same(loaded, state)
-
-
-def test_what_is_loaded_into_a_device_is_received_in_the_ring(lane, monkeypatch):
-    fetch, admits = session.fetch_ranges, []
-
-    def watch(*args, **settings):
-        admits.append(settings["admit"])
-        return fetch(*args, **settings)
-
-    monkeypatch.setattr(session, "fetch_ranges", watch)
-    state, url = {"t": seeded("t", (300_000,))}, memory_url()
-    dos.save(state, url)
-    loaded = blank(state)
-    load(loaded, url)
-    assert_same(loaded, state)
-    assert [admit is not None for admit in admits] == [True]
-
-
-def test_memory_that_only_torch_can_read_is_copied_a_slice_at_a_time(monkeypatch):
-    monkeypatch.setattr(tensor_frame, "byte_memory", lambda tensor: None)
-    tensor = torch.arange(7, dtype=torch.int16)
-    slices = list(tensor_frame.payload_slices(tensor, 4))
-    assert [piece.nbytes for piece in slices] == [4, 4, 4, 2]
-    assert b"".join(map(bytes, slices)) == tensor.numpy().tobytes()
 
 
 @given(st.integers(5 * MIB, 200 * MIB), st.integers(1, 16), st.integers(0, 2**40))
@@ -525,7 +454,7 @@ def test_a_transport_that_never_lets_go_ends_in_a_stall_not_in_a_hang(lane, thro
 
 
 def test_a_failed_copy_from_the_device_fails_the_save_and_leaves_nothing(monkeypatch):
-    lane = LateLane(fail_at=5)
+    lane = LateLane(fail_at=4)
     use_lane(monkeypatch, lambda: lane)
     url = memory_url()
     with pytest.raises(RankFailedError, match="the device is lost") as caught:
@@ -544,27 +473,6 @@ def test_a_save_that_is_given_up_waits_for_the_copies_out_of_the_tensor(lane):
     assert lane_ahead
     slices.close()
     assert not lane.queued
-
-
-@pytest.mark.parametrize("size_mib", [3, 5, 9, 13])
-def test_slots_are_filled_but_for_less_than_a_block(size_mib, lane):
-    config = dos.TransferConfig(part_size_bytes=16 * MIB, upload_concurrency=8)
-    out = Outbound(plan_parts(0, 16 * MIB), config, never_stopped)
-    tensor = torch.ones(size_mib * MIB, dtype=torch.uint8)
-    count = 72 // size_mib
-    held = [piece for _ in range(count) for piece in out.slices(tensor)]
-    assert sum(piece.nbytes for piece in held) == count * tensor.nbytes
-    assert all(piece.all() for piece in held)
-    assert len(lane.allocated) <= 1 + count * size_mib / 12
-
-
-def test_a_slot_with_room_for_one_more_block_is_filled(lane):
-    config = dos.TransferConfig(part_size_bytes=16 * MIB, upload_concurrency=8)
-    out = Outbound(plan_parts(0, 16 * MIB), config, never_stopped)
-    sizes_bytes = [12 * MIB, 12 * MIB, 8 * MIB]
-    held = [piece for size in sizes_bytes for piece in out.slices(plain_memory(size))]
-    assert sum(piece.nbytes for piece in held) == sum(sizes_bytes)
-    assert len(lane.allocated) == 2
 
 
 def test_one_slot_is_enough_for_who_lets_go_of_each_slice(lane):
@@ -601,18 +509,18 @@ def saved() -> str:
 
 @pytest.mark.parametrize(
     ("seed", "budget_mib"),
-    cases(
-        product(range(3), [8, 12, 32, 128]), default=[(0, 8), (0, 12), (1, 12), (2, 32), (0, 128)]
-    ),
+    cases(product(range(3), [8, 12, 32, 128]), default=[(0, 8), (1, 12), (2, 32)]),
 )
 def test_a_load_through_the_ring_is_exact_when_it_returns(seed, budget_mib, saved, monkeypatch):
     lane = LateLane(seed)
     use_lane(monkeypatch, lambda: lane)
     loaded = blank(big_state())
+    before = {key: tensor._version for key, tensor in loaded.items()}
     budget = budget_mib * MIB
     config = dos.TransferConfig(request_size_bytes=4 * MIB, memory_budget_bytes=budget)
     load(loaded, saved, config=config)
     assert_same(loaded, big_state())
+    assert all(tensor._version > before[key] for key, tensor in loaded.items()), "for autograd"
     assert lane.copied
     assert sum(lane.allocated) <= budget
     assert bool(lane.allocated) == (budget_mib > 8)  # where a ring does not fit there is none
@@ -635,23 +543,6 @@ def test_a_body_goes_to_the_device_from_the_slot_that_was_acquired_for_it(lane, 
     assert lane.allocated == [4 * MIB]
     assert taken
     assert all(0 <= at - lane.starts[0] < 4 * MIB for at in taken)
-
-
-def test_a_damaged_transfer_is_fetched_again_and_none_of_it_reaches_the_device(
-    lane, saved, through
-):
-    damaged: list[int] = []
-
-    def damage(key: str, at: int, body: memoryview) -> None:
-        if at not in damaged:
-            damaged.append(at)
-            body[len(body) // 2] ^= 1
-
-    through(lambda store: ChangingStore(store, damage))
-    loaded = blank(big_state())
-    load(loaded, saved)
-    assert damaged
-    assert_same(loaded, big_state())
 
 
 def test_lasting_damage_is_raised_and_never_copied_to_the_device(lane, saved, through):
@@ -703,41 +594,6 @@ def test_every_dtype_and_layout_of_destination_is_filled(dtype, lane):
         assert_same(loaded, state)
 
 
-def test_a_load_counts_as_a_write_for_autograd(lane, saved):
-    loaded = blank(big_state())
-    before = {key: tensor._version for key, tensor in loaded.items()}
-    load(loaded, saved)
-    assert all(tensor._version > before[key] for key, tensor in loaded.items())
-
-
-def test_what_was_packed_by_another_rank_is_filled_as_on_the_host():
-    shape, wanted = (40, 30), (40, 7)
-    values = seeded("packed", shape)
-    stored = ItemLocation(0, 0, values.nbytes, shape, "float32", None)
-    item = _part((0, 5), wanted)
-    selection = TensorRead(item, stored).selection
-    block = values.numpy().view(np.uint8).reshape(-1)
-    start, end = 4 * 33, 4 * 900  # begins and ends within a row
-    packed = np.empty(selection.count_bytes(start, end), dtype=np.uint8)
-    selection.pack(block[start:end], start, packed)
-    found = []
-    for through in (False, True):
-        destination = torch.zeros(wanted)
-        read = TensorRead(item, stored)
-        read.bind(destination)
-        lane = LateLane()
-        with Inbound({destination.device: lane}, 2, 4096) as inbound:
-            if through:
-                read.send_through(inbound)
-            copy = packed.copy()
-            read.accept_packed(start, end - start, copy)
-            assert destination.any() != through, "copies of the lane are late"
-            copy[:] = 0  # it need not stay
-        found.append(destination)
-    assert found[0].any()
-    assert same_bits(found[0], found[1])
-
-
 def test_a_request_is_fetched_into_its_part_of_a_slot_which_comes_back_after_it():
     place = torch.device("cpu")
     lane = LateLane()
@@ -755,18 +611,22 @@ def test_a_request_is_fetched_into_its_part_of_a_slot_which_comes_back_after_it(
     assert Inbound({place: lane}, 0, 8).admit(first, Progress(60)) is None
 
 
-@pytest.mark.parametrize(("size", "through_a_slot"), [(8, True), (9, False)])
-def test_bytes_that_arrive_elsewhere_go_through_a_slot_if_they_fit(size, through_a_slot):
+@pytest.mark.parametrize(
+    ("size", "slots", "held"), [(8, 1, False), (8, 1, True), (8, 0, False), (9, 1, False)]
+)
+def test_bytes_that_arrive_elsewhere_go_through_a_free_slot_or_at_once(size, slots, held):
+    """A slot is never waited for: somebody who fetches into it may wait for this thread."""
     place, got = torch.device("cpu"), torch.zeros(size, dtype=torch.uint8)
-    lane = LateLane()
-    with Inbound({place: lane}, 1, 8) as inbound:
-        inbound.send(place, bytes(range(size)), got.copy_)
-        assert lane.allocated == ([8] if through_a_slot else [])
-        assert bool(got.any()) is not through_a_slot, "a slot is not waited for"
-        again = inbound._ring.try_acquire()
-        assert again is not None, "it came back"
-        assert got.any(), "and was settled"
-    assert got.tolist() == list(range(size))
+    lane, block = LateLane(), bytearray(range(1, size + 1))
+    late = size == 8 and slots == 1 and not held
+    with Inbound({place: lane}, slots, 8) as inbound:
+        taken = [inbound.admit(RangeRequest(0, 0, 8), Progress(60)) for _ in range(held)]
+        inbound.send(place, block, got.copy_)
+        block[:] = bytes(size)
+        assert lane.allocated == ([8] if late or held else [])
+        assert bool(got.any()) is not late
+    assert got.tolist() == list(range(1, size + 1))
+    del taken
 
 
 def test_after_an_error_nothing_is_sent_from_the_memory_that_was_admitted():
@@ -842,22 +702,6 @@ def test_ranks_that_read_once_fill_the_memory_of_their_devices(budget_mib, tmp_p
     assert sum(run_ranks(2, _load_together, url, config)) > 0
 
 
-def test_a_block_that_lies_elsewhere_is_taken_at_once_also_without_a_free_slot():
-    lane = LateLane()
-    place = torch.device("cpu")
-    got = torch.zeros(8, dtype=torch.uint8)
-    for slots in (0, 1):
-        with Inbound({place: lane}, slots, 8) as inbound:
-            if slots:
-                held = inbound._ring.acquire(never_stopped)  # with somebody who fetches into it
-            block = bytearray(b"\x05" * 8)
-            inbound.send(place, block, got.copy_)
-            block[:] = bytes(8)
-        assert got.tolist() == [5] * 8
-        got.zero_()
-    del held
-
-
 class InterruptingPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         raise KeyboardInterrupt
@@ -878,27 +722,12 @@ def test_a_load_that_is_interrupted_leaves_nothing_queued_and_writes_no_more(lan
     assert not lane.queued
 
 
-@pytest.mark.parametrize("fail_at", [1, 4, 9])
-def test_a_failed_copy_to_the_device_fails_the_load_and_ends_all_others(
-    fail_at, saved, monkeypatch
-):
-    lane = LateLane(fail_at=fail_at)
+def test_a_failed_copy_to_the_device_fails_the_load_and_ends_all_others(saved, monkeypatch):
+    lane = LateLane(fail_at=4)
     use_lane(monkeypatch, lambda: lane)
     with pytest.raises(RankFailedError, match="the device is lost"):
         dos.load(blank(big_state()), saved, config=CONFIG)
     assert lane.finished == 1
-    assert not lane.queued
-
-
-def test_a_store_that_fails_during_a_load_is_what_is_raised(lane, saved, through):
-    def plan(verb: str, key: str, nth: int) -> Fault | None:
-        if verb == "open_range" and nth == 6:
-            return Fault("before", StoreUnavailableError("gone away"))
-        return None
-
-    through(lambda store: FaultStore(store, plan))
-    with pytest.raises(StoreUnavailableError, match="gone away"):
-        dos.load(blank(big_state()), saved, config=CONFIG)
     assert not lane.queued
 
 
@@ -953,18 +782,6 @@ def cuda() -> torch.device:
 
 
 @gpu
-def test_gpu_tensors_are_saved_and_loaded_exactly(cuda):
-    state = {key: tensor.to(cuda) for key, tensor in big_state().items()}
-    url = memory_url()
-    dos.save(state, url, config=CONFIG)
-    loaded = blank(state)
-    dos.load(loaded, url, config=CONFIG)
-    assert_same({key: t.cpu() for key, t in loaded.items()}, big_state())
-    read = dos.open(url).read(device=cuda)
-    assert_same({key: t.cpu() for key, t in read.items()}, big_state())
-
-
-@gpu
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_gpu_destinations_of_every_dtype_and_layout_are_filled(dtype, cuda):
     shapes = {key: tuple(tensor.shape) for key, tensor in destinations(dtype).items()}
@@ -981,17 +798,8 @@ def test_gpu_destinations_of_every_dtype_and_layout_are_filled(dtype, cuda):
     }
     load(dict(loaded), url)
     assert_same({key: t.cpu() for key, t in loaded.items()}, state)
-
-
-@gpu
-def test_gpu_values_are_converted_to_the_dtype_of_the_destination(cuda):
-    state = big_state()
-    url = memory_url()
-    dos.save(state, url)
-    loaded = {key: torch.zeros_like(t, device=cuda).double() for key, t in state.items()}
-    load(dict(loaded), url)
-    for key, tensor in state.items():
-        assert torch.equal(loaded[key].cpu().nan_to_num(), tensor.double().nan_to_num())
+    read = dos.open(url).read(device=cuda)
+    assert_same({key: t.cpu() for key, t in read.items()}, state)
 
 
 @gpu

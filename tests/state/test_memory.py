@@ -142,19 +142,6 @@ def test_integers_are_copied_only_where_they_mean_the_same(make):
             copy_elements(floats, make(dtype=torch.quint8))
     for other in others:
         for pair in ((other, make()), (make(), other)):
-            with pytest.raises(StateMismatchError):
+            dtypes = f"{pair[0].dtype}, the state has {pair[1].dtype}"
+            with pytest.raises(StateMismatchError, match=dtypes):
                 copy_elements(*pair)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
-def test_what_is_quantized_in_another_way_is_refused_with_both_dtypes():
-    floats, zeros = torch.ones(2, 2), torch.zeros(2, dtype=torch.int64)
-    one, other = (
-        torch.quantize_per_channel(floats, torch.full((2,), scale), zeros, 0, torch.qint8)
-        for scale in (0.5, 0.25)
-    )
-    with pytest.raises(StateMismatchError, match=r"qint8, .*qint8, and the scales"):
-        copy_elements(one, other)
-    whole = torch.quantize_per_tensor(floats, 0.5, 3, torch.quint8)
-    with pytest.raises(StateMismatchError, match=r"quint8, .* torch.float32"):
-        copy_elements(whole, floats)

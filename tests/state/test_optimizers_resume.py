@@ -6,7 +6,6 @@ The reference is the same run through the optimizer's own `state_dict` and `load
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -58,7 +57,8 @@ _EACH = (
 _DEFAULT = [(name, scene) for name in _CLASSES for scene in _SHORT if (name, scene) not in _NOT_SO]
 _DEFAULT += [(name, scene) for name in ("LBFGS", "SparseAdam") for scene in ("fresh", "stepped")]
 _DEFAULT += [("AdamW", scene) for scene in _EACH]
-_DEFAULT += [(name, "much_stepped") for name in ("Adagrad", "SGD")]
+_DEFAULT += [("Adagrad", scene) for scene in ("much_stepped", "never_stepped_into_stepped")]
+_DEFAULT += [("SGD", scene) for scene in ("much_stepped", "never_stepped")]
 
 
 @pytest.mark.parametrize(
@@ -147,17 +147,13 @@ def _flip(tensor: torch.Tensor) -> None:
 
 _SLIPS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "an entry is lost": lambda s: _first_state(s["optimizer"]).pop("momentum_buffer"),
-    "all of a parameter is lost": lambda s: s["optimizer"].state.popitem(),
     "all is lost": lambda s: s["optimizer"].state.clear(),
     "a bit of an entry": lambda s: _flip(_first_state(s["optimizer"])["momentum_buffer"]),
     "an entry is new": lambda s: _first_state(s["optimizer"]).update(more=1),
     "a bit of a weight": lambda s: _flip(s["model"].head.weight),
     "a setting": lambda s: _set_setting(s, "lr", lambda lr: lr * (1 + 1e-15)),
-    "a setting's type": lambda s: _set_setting(s, "lr", torch.tensor),
     "a setting is lost": lambda s: s["optimizer"].param_groups[0].pop("momentum"),
-    "a setting is new": lambda s: s["optimizer"].param_groups[0].update(initial_lr=1.0),
     "a gradient": lambda s: s["model"].head.weight.grad.add_(1),
-    "a gradient is dropped": lambda s: setattr(s["model"].head.weight, "grad", None),
     "a parameter is frozen": lambda s: s["model"].head.weight.requires_grad_(False),
     "the random state": lambda s: torch.rand(1),
     "a step": lambda s: torch.optim.SGD([torch.zeros(1)]).step(),
@@ -213,11 +209,6 @@ def test_the_oracle_finds_that_a_refused_load_changed_the_optimizer(monkeypatch)
 
 
 def test_a_random_scene_is_the_same_in_every_process():
-    assert random_scene(5) == random_scene(5)
+    found = row(case_of("torch", "SGD"), random_scene(5))
+    assert (found.outcome, found) == (RIGHT, row(case_of("torch", "SGD"), random_scene(5)))
     assert len({str(random_scene(seed)) for seed in range(50)}) == 50
-
-
-def test_a_row_can_be_repeated():
-    once = functools.partial(row, case_of("torch", "SGD"), SCENES["stepped"])
-    assert once() == once()
-    assert once().outcome == RIGHT

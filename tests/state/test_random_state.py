@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import dcp_objstore as dos
-from tests.support.ranks import run_ranks
 
 
 def draw() -> list[float]:
@@ -41,26 +40,6 @@ def test_draws_go_on_where_they_were_saved():
     seed(2)
     dos.load({"random": dos.RandomState()}, url, progress=False)
     assert [draw() for _ in range(3)] == expected
-
-
-def _save(rank: int, world_size: int, url: str) -> list[float]:
-    seed(rank)
-    dos.save({"random": dos.PerRank(dos.RandomState())}, url, progress=False)
-    return draw()
-
-
-def _load(rank: int, world_size: int, url: str) -> tuple[bool, list[float]]:
-    seed(100)
-    state = {"random": dos.PerRank(dos.RandomState())}
-    dos.load(state, url, progress=False)
-    return state["random"].restored, draw()
-
-
-def test_each_rank_draws_its_own(tmp_path):
-    url = (tmp_path / "step-1").as_uri()
-    drawn = run_ranks(2, _save, url)
-    assert drawn[0] != drawn[1]
-    assert run_ranks(2, _load, url) == [(True, one) for one in drawn]
 
 
 @pytest.mark.gpu

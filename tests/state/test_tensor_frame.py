@@ -11,6 +11,7 @@ import torch
 from torch.utils.serialization import config as serialization_config
 
 from dcp_objstore.errors import UnsupportedError
+from dcp_objstore.state import tensor_frame
 from dcp_objstore.state.tensor_frame import (
     check_layout,
     frame,
@@ -157,8 +158,11 @@ def test_the_memory_of_small_tensors_is_copied_and_that_of_others_is_not():
     assert large.nbytes == 2**14 + 1
 
 
-def test_slices_are_views_of_the_memory_up_to_a_size():
+def test_slices_are_views_of_the_memory_up_to_a_size_or_copies_by_torch(monkeypatch):
     tensor = torch.arange(7, dtype=torch.int16)
-    slices = list(payload_slices(tensor, 4))
-    assert [piece.nbytes for piece in slices] == [4, 4, 4, 2]
-    assert all(np.shares_memory(piece, tensor.numpy()) for piece in slices)
+    for on_the_host in (True, False):
+        slices = list(payload_slices(tensor, 4))
+        assert [piece.nbytes for piece in slices] == [4, 4, 4, 2]
+        assert b"".join(map(bytes, slices)) == tensor.numpy().tobytes()
+        assert all(np.shares_memory(piece, tensor.numpy()) for piece in slices) or not on_the_host
+        monkeypatch.setattr(tensor_frame, "byte_memory", lambda _: None)  # as of another device

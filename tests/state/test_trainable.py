@@ -18,10 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dcp_objstore as dos
 from dcp_objstore.errors import CheckpointNotFoundError, ConfigError, StateMismatchError
-from dcp_objstore.state.trainable import Trainable, count_left_out
+from dcp_objstore.state.trainable import Trainable
 from tests.support.campaign import cases
 from tests.support.checkpoints import Options, memory_url
-from tests.support.left_copies import lose_objects
 from tests.support.ranks import run_ranks
 
 TRAINED = {"adapter.weight", "adapter.bias"}
@@ -104,39 +103,6 @@ def test_an_entry_belongs_to_the_part_as_its_parameter_does(settings, part):
     entries = {name: name.upper() for name in (*names, "norm.running_mean", "norm.bias", "extra")}
     kept = Trainable(Net(), **settings).part_of(entries)
     assert kept == {name: name.upper() for name in part}
-
-
-def test_tensors_that_are_left_out_are_counted_with_their_elements():
-    whole = {"a": torch.ones(2, 3), "b": torch.ones(5), "c": torch.ones(()), "extra": b"bytes"}
-    assert count_left_out(whole, {"b": 1}) == {"tensors": 2, "elements": 7}
-    assert count_left_out(whole, whole) == {"tensors": 0, "elements": 0}
-
-
-def test_without_buffers_only_parameters_are_saved():
-    url, model = memory_url(), Net()
-    dos.save({"model": dos.trainable(model, buffers=False)}, url)
-    assert model_keys(url) == TRAINED
-    statistics = model.norm.running_mean = torch.full((6,), 7.0)
-    dos.load({"model": dos.trainable(model, buffers=False)}, url)
-    assert statistics.tolist() == [7.0] * 6
-
-
-class Quantized(nn.Linear):
-    """Stores a second entry below the name of its weight, as quantized parameters do."""
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        self.weight.scale = torch.ones(1)  # type: ignore[assignment]
-        destination[prefix + "weight.scale"] = self.weight.scale
-
-
-@pytest.mark.parametrize("frozen", [True, False])
-def test_an_entry_below_a_parameter_goes_with_it(frozen):
-    url, model = memory_url(), nn.ModuleDict({"a": Quantized(2, 2), "b": nn.Linear(2, 2)})
-    model["a"].requires_grad_(not frozen)
-    dos.save({"model": dos.trainable(model)}, url)
-    own = set() if frozen else {"a.weight", "a.weight.scale", "a.bias"}
-    assert model_keys(url) == {"b.weight", "b.bias"} | own
 
 
 def test_a_module_in_which_all_trains_is_saved_whole_and_loads_as_such():
@@ -352,14 +318,3 @@ def test_stages_of_a_pipeline_ask_together_for_all_that_was_saved(tmp_path):
     for found in run_ranks(2, load_a_stage, url, ["a", "b"]):
         assert "model.c.weight" in found
         assert "model.a.weight" not in found
-
-
-def test_a_job_that_starts_again_on_its_node_needs_no_objects(tmp_path):
-    (node := tmp_path / "node").mkdir()
-    run, state = tmp_path / "run", with_optimizer(Net(1))
-    train(state, 1)
-    dos.save(state, (run / "step-1").as_uri(), local=node)
-    lose_objects(run)
-    again = with_optimizer(Net(1))
-    dos.load(again, (run / "step-1").as_uri(), local=node)
-    assert train(again, 2) == train(state, 2)
