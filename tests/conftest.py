@@ -27,7 +27,7 @@ from dcp_objstore.stores import ObjectStore, StoreSpec, spec
 from dcp_objstore.stores.admission import limiter
 from dcp_objstore.stores.obstore import factory
 from dcp_objstore.stores.retries import RetryPolicy
-from tests.support import campaign
+from tests.support import campaign, shared_servers
 from tests.support.azurite import AzureBucket, Azurite
 from tests.support.ceph import CephServer
 from tests.support.quick_clients import AUTHORITY, share_what_is_read
@@ -41,7 +41,7 @@ from tests.support.servers import (
     MotoServer,
     RcloneServer,
 )
-from tests.support.shared_servers import shared
+from tests.support.shared_servers import folder_of_all, shared
 from tests.support.wrapped_stores import RecordingStore, Request, Through
 
 DEFAULT_BACKENDS = ("seaweed", "moto", "ceph")
@@ -205,9 +205,11 @@ def memory_is_given_back() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def clients_are_made_quickly() -> Iterator[None]:
+def what_takes_long_is_done_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         share_what_is_read(patched)
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            patched.setattr(shared_servers, "common_folder", folder_of_all(tmp_path_factory))
         yield
 
 
@@ -311,12 +313,6 @@ def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Bucket:
 
 
 _SERVERS = {"azure": "azurite", "moto": "moto_server", "gcs": "moto_server"}
-
-
-@pytest.fixture
-def bucket_url(bucket: Bucket) -> str:
-    """The URL of a fresh prefix; use `bucket` for its options and to look inside."""
-    return bucket.url
 
 
 @pytest.fixture

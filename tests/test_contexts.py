@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
-from pathlib import Path
 
 import pytest
 
-import dcp_objstore
 from dcp_objstore.contexts import contextmanager
-
-_PACKAGE = Path(dcp_objstore.__file__).parent
 
 
 class State:
@@ -69,20 +64,3 @@ def test_an_error_passes_unchanged_and_with_its_traceback():
     with pytest.raises(ValueError, match="turned") as turned, turning():
         raise OSError
     assert isinstance(turned.value.__cause__, OSError)
-
-
-def test_every_context_manager_of_the_library_is_of_this_kind():
-    """Those of the command line may stay: their process ends."""
-    others = [
-        f"{path.relative_to(_PACKAGE)}:{node.lineno}"
-        for path in _PACKAGE.rglob("*.py")
-        if path.relative_to(_PACKAGE).parts[0] not in ("cli", "contexts.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if (isinstance(node, ast.Attribute) and node.attr == "contextmanager")
-        or (
-            isinstance(node, ast.ImportFrom)
-            and node.module == "contextlib"
-            and any(name.name == "contextmanager" for name in node.names)
-        )
-    ]
-    assert others == []

@@ -133,11 +133,11 @@ ACTS: dict[str, Callable[[str, dict[str, object]], object]] = {
 @pytest.mark.parametrize(
     "telltale",
     [
-        (status, code, form)
-        for status, code in ((403, "SignatureDoesNotMatch"), (400, "ExpiredToken"), (500, "InternalError"))
+        (403, "SignatureDoesNotMatch", form)
         for form in ("as AWS", "told first", "no message", "told in the message", "no XML")
     ]
-    + [(403, "AccessDenied", "no XML"), (404, "NoSuchBucket", "told first"), (301, "Moved", "no XML")],
+    + [(400, "ExpiredToken", "told in the message"), (500, "InternalError", "no message"),
+       (403, "AccessDenied", "no XML"), (404, "NoSuchBucket", "told first"), (301, "Moved", "no XML")],
     indirect=True,
     ids=str,
 )  # fmt: skip

@@ -56,8 +56,7 @@ def test_every_answer_comes_after_the_latency_and_not_much_later():
     assert min(seconds, fastest) >= 0.030
 
 
-@pytest.mark.parametrize("tls", [False, True])
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(("keep", "tls"), [(False, False), (True, True)])
 def test_each_connection_has_its_rate_in_both_directions(keep, tls):
     expected_seconds = 4 / 30
     conditions = Conditions(rate_mib_per_connection=30, tls=tls)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import dcp_objstore as dos
 from tests.support.launcher import Ranks, say
 from tests.support.ranks import PRELOAD, RanksFailedError, run_ranks, try_ranks
+from tests.support.shared_servers import warm_up
 
 
 def add_ranks(rank: int, world_size: int, start: int) -> tuple[int, int]:
@@ -80,7 +81,8 @@ def tell(rank: int, world_size: int) -> bool:
 
 
 def test_ranks_need_no_tcp_store_and_no_import_here():
-    with Ranks(preload=PRELOAD) as ranks:
+    warm_up(PRELOAD)
+    with Ranks() as ranks:
         job = ranks.start(3, f"{__name__}:tell")
         said = sorted((one.rank, *one.message) for one in job.messages())
         assert said == [(rank, "rank", rank, 3) for rank in range(3)]
@@ -91,7 +93,7 @@ def test_ranks_need_no_tcp_store_and_no_import_here():
 
 
 def test_a_rank_that_fails_ends_as_in_a_real_job():
-    with Ranks(preload=PRELOAD) as ranks:
+    with Ranks() as ranks:
         job = ranks.start(2, raise_on_one)
         assert isinstance(job.end()[1].error, CheckpointException)
         for _ in range(200):  # it reports the error before it ends
@@ -109,7 +111,7 @@ def say_and_die(rank: int, world_size: int) -> None:
 
 
 def test_what_a_rank_said_arrives_even_if_it_dies_right_after():
-    with Ranks(preload=PRELOAD) as ranks:
+    with Ranks() as ranks:
         job = ranks.start(1, say_and_die)
         assert [one.message for one in job.messages()] == [("last words",)]
         assert job.end()[0].exit_signal == signal.SIGKILL

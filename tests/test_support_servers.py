@@ -7,13 +7,16 @@ import re
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import psutil
 import pytest
 
+from dcp_objstore.cli import seaweedfs
 from dcp_objstore.errors import PreconditionFailedError, StoreUnavailableError
 from dcp_objstore.stores import IfVersion, open_store
+from tests.support.scripted import Answer, ScriptedServer
 
 
 def test_an_upload_that_nobody_completed_is_seen(bucket):
@@ -70,24 +73,30 @@ def sockets_of(ports: list[str]) -> list[Path]:
     return [path for port in ports for path in Path("/tmp").glob(f"seaweedfs-*-grpc-{port}.sock")]
 
 
-def test_seaweedfs_that_refuses_its_owner_is_given_up_with_its_answer_and_log(monkeypatch):
-    from dcp_objstore.cli import seaweedfs
-
+def test_seaweedfs_that_refuses_its_owner_is_given_up_with_its_answer_and_log(
+    monkeypatch, tmp_path
+):
+    weed = tmp_path / "weed"
+    weed.write_text("#!/bin/sh\nseq 9\nexec sleep 60\n")
+    weed.chmod(0o700)
     begun: list[object] = []
-    options, start = seaweedfs.SeaweedServer.storage_options, seaweedfs.SeaweedServer._start
-
-    def with_wrong_secret(server: seaweedfs.SeaweedServer) -> dict[str, object]:
-        return {**options.__get__(server), "secret": "wrong"}
+    start = seaweedfs.SeaweedServer._start
 
     def count(server: seaweedfs.SeaweedServer) -> None:
         begun.append(server)
         start(server)
 
-    monkeypatch.setattr(seaweedfs.SeaweedServer, "storage_options", property(with_wrong_secret))
+    def refuse(method: str, *_: object) -> Answer:
+        return Answer(201 if method == "POST" else 403, {}, b"")  # a bucket is made without a key
+
+    monkeypatch.setattr(seaweedfs, "find_weed", lambda: str(weed))
+    monkeypatch.setattr(seaweedfs, "_START_SECONDS", 1)
     monkeypatch.setattr(seaweedfs.SeaweedServer, "_start", count)
-    monkeypatch.setattr(seaweedfs, "_START_SECONDS", 10)
-    with pytest.raises(StoreUnavailableError, match="403") as caught:
-        seaweedfs.SeaweedServer()
+    with ScriptedServer(refuse) as server:
+        ports = defaultdict(lambda: server.server_port)
+        monkeypatch.setattr(seaweedfs, "_pick_ports", lambda: ports)
+        with pytest.raises(StoreUnavailableError, match="403") as caught:
+            seaweedfs.SeaweedServer()
     assert len(begun) == 1
     (log,) = caught.value.__notes__
     assert len(log.splitlines()) > 5

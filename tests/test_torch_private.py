@@ -1,12 +1,9 @@
-"""The private API of torch: each name does what we take it for, and stands in one module only."""
+"""The private API of torch: each name does what we take it for."""
 
 from __future__ import annotations
 
-import ast
 import datetime
-import functools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
@@ -18,23 +15,15 @@ from torch.distributed._checkpointable import _Checkpointable
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    StorageReader,
-    StorageWriter,
-)
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.nn.functional import all_reduce as all_reduce_with_grad
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-import dcp_objstore
 from dcp_objstore import torch_private
 from tests.support.wrappers import Boxed, Codes, Counting, Frozen, Opaque, Pair, Tagged
 
 _HOUR = datetime.timedelta(hours=1)
-_PACKAGE = Path(dcp_objstore.__file__).parent
 
 
 class _EmptyProtocol(Protocol): ...
@@ -276,81 +265,5 @@ def test_legacy_classes():
 
 def test_every_name_is_described():
     for name, described in vars(torch_private).items():
-        if getattr(described, "__module__", "") == torch_private.__name__ and not _is_private(name):
+        if getattr(described, "__module__", "") == torch_private.__name__ and name[0] != "_":
             assert "torch 2.9 to" in described.__doc__
-
-
-def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
-
-
-@functools.cache
-def _modules() -> dict[Path, ast.Module]:
-    return {
-        path.relative_to(_PACKAGE): ast.parse(path.read_text("utf-8"))
-        for path in sorted(_PACKAGE.rglob("*.py"))
-        # The stores import no torch.
-        if path.name != "torch_private.py" and "stores" not in path.relative_to(_PACKAGE).parts
-    }
-
-
-@functools.cache
-def _own() -> set[str]:
-    """Return whatever the package itself defines."""
-    nodes = [node for tree in _modules().values() for node in ast.walk(tree)]
-    defined = {getattr(node, "name", None) for node in nodes}  # functions and classes
-    for node in nodes:
-        if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
-            defined.add(node.attr if isinstance(node, ast.Attribute) else node.id)
-    return {name for name in defined if isinstance(name, str)}
-
-
-_OF_PYTHON = {
-    "os._exit",
-    "pickle._Pickler",
-    "sys._current_frames",
-    "sys._getframe",
-    "threading._register_atexit",
-}
-_OF_MEGATRON = {
-    "library._ActiveAsyncRequest",
-    "strategies._replace_state_dict_keys_with_sharded_keys",
-}
-_PLUG_INS = (StorageReader, StorageWriter, DefaultLoadPlanner, DefaultSavePlanner, AsyncStager)
-_OF_PLUG_INS = {name for base in _PLUG_INS for name in dir(base) if _is_private(name)}
-
-
-def _private_uses(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and _is_private(node.attr):
-            whole = ast.unparse(node)
-            if node.attr not in _own() or whole.startswith(("torch.", "dist.")):
-                yield whole
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch."):
-            assert node.module is not None
-            names = [*node.module.split("."), *(alias.name for alias in node.names)]
-            if any(map(_is_private, names)):
-                yield ast.unparse(node)
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.startswith("torch.") and "._" in alias.name:
-                    yield ast.unparse(node)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
-            for argument in node.args:
-                text = argument.value if isinstance(argument, ast.Constant) else None
-                if isinstance(text, str) and text not in _own() and _is_private(text):
-                    yield ast.unparse(node)
-
-
-def test_nothing_private_of_torch_is_used_elsewhere():
-    used = {
-        (str(path), use)
-        for path, tree in _modules().items()
-        for use in _private_uses(tree)
-        if use not in _OF_PYTHON | _OF_MEGATRON and not use.endswith("._replace")  # of a NamedTuple
-    }
-    assert not used, "put it into torch_private.py"
-
-
-def test_no_private_name_of_a_base_of_dcps_is_taken():
-    assert not _own() & _OF_PLUG_INS

@@ -26,11 +26,11 @@ from dcp_objstore.cli.demo_crew import Crew, DemoFailedError, Ended
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.errors import CheckpointNotFoundError, RankFailedError
 from dcp_objstore.stores import StoreSpec, open_store
-from tests.support import launcher
 from tests.support.command_line import environment, examples, run_here
 from tests.support.proxy import Asked, NetworkProxy, Refuse
 from tests.support.ranks import PRELOAD
 from tests.support.servers import BUCKET
+from tests.support.shared_servers import warm_up
 
 COMMAND = [sys.executable, "-m", "dcp_objstore", "demo"]
 PROMISED = [
@@ -317,7 +317,7 @@ def fail_as(device: torch.device, said: dict[str, Any], errors: list[BaseExcepti
 
 def test_how_a_rank_ended_is_known_whatever_ended_it():
     """It raises an error of Python or of the library, or is killed."""
-    launcher.warm_up(PRELOAD)  # all ranks of this process are forked from one server
+    warm_up(PRELOAD)  # all ranks of this process are forked from one server
     crew, errors = Crew(3, "cpu"), [TypeError("a"), CheckpointNotFoundError("b")]
     first, second, third = crew.run(3, fail_as, errors)
     assert first.how == "TypeError('a')"

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +27,8 @@ from dcp_objstore.doctor.runner import CONFIG, findings, table
 from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.diagnosis import shortened
-from tests.support.command_line import environment, run, run_here
-from tests.support.proxy import Asked, NetworkProxy
+from tests.support.command_line import environment, run_here
+from tests.support.proxy import Asked, Hold, NetworkProxy
 from tests.support.scripted import ScriptedServer
 from tests.support.servers import BUCKET, READ_ONLY, WRITE_ONLY, Bucket, RcloneServer
 from tests.support.tampering import TamperingProxy, flipped
@@ -494,7 +495,7 @@ def test_a_wrong_url_or_option_is_an_error_before_anything_is_asked():
 @pytest.mark.backends("seaweed")
 def test_the_table_fits_80_columns_without_colours_and_the_status_tells(bucket):
     url, options = f"s3://{BUCKET}/table", bucket.storage_options
-    good = run("doctor", url, **environment(bucket.storage_options))
+    good = run_here("doctor", url, **environment(bucket.storage_options))
     assert (good.returncode, good.stderr) == (0, "")
     assert "\x1b" not in good.stdout
     argument = "{"  # of a command, which stays whole
@@ -524,19 +525,17 @@ def test_nothing_stays_after_ctrl_c(bucket):
     for name in ("multipart", "put"):
         with NetworkProxy(bucket.storage_options) as proxy:
             held = proxy.hold(lambda asked, name=name: asked.name == name and asked.size_bytes > 0)
-            doctor = subprocess.Popen(
-                [sys.executable, "-m", "dcp_objstore", "doctor", bucket.url],
-                env={**os.environ, **environment(proxy.storage_options)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            held.wait()
-            doctor.send_signal(signal.SIGINT)
-            held.release()
-            _, stderr = doctor.communicate(timeout=60)
-        assert doctor.returncode == 130
-        assert stderr == "dcp-objstore: ended by Ctrl-C\n"
+
+            def interrupt(held: Hold = held) -> None:
+                held.wait()
+                os.kill(os.getpid(), signal.SIGINT)
+                held.release()
+
+            thread = threading.Thread(target=interrupt)
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                list(check_up(bucket.url, proxy.storage_options))
+            thread.join()
         before.check()
 
 

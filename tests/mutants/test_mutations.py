@@ -81,8 +81,8 @@ def test_what_is_run_at_import_is_reached_by_its_name_or_its_function():
 
 
 def test_every_mutant_is_python():
-    code = ast.unparse(ast.parse(open(ast.__file__).read()))[:30_000].rpartition("\ndef ")[0]  # noqa: PTH123, SIM115
+    code = ast.unparse(ast.parse(open(ast.__file__).read()))[:10_000].rpartition("\ndef ")[0]  # noqa: PTH123, SIM115
     found = mutants_of("ast.py", code)
-    assert len(found) > 500
+    assert len(found) > 150
     for mutant in found[:: len(found) // 100]:
         ast.parse(mutant.apply(code))

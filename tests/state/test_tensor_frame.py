@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.serialization import config as serialization_config
 
 from dcp_objstore.errors import UnsupportedError
@@ -166,3 +168,20 @@ def test_slices_are_views_of_the_memory_up_to_a_size_or_copies_by_torch(monkeypa
         assert b"".join(map(bytes, slices)) == tensor.numpy().tobytes()
         assert all(np.shares_memory(piece, tensor.numpy()) for piece in slices) or not on_the_host
         monkeypatch.setattr(tensor_frame, "byte_memory", lambda _: None)  # as of another device
+
+
+class FilledBytes(TorchFunctionMode):
+    """Counts what `use_deterministic_algorithms` would fill: the memory of `torch.empty`."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.count += result.nbytes if func is torch.empty else 0
+        return result
+
+
+def test_a_frame_needs_no_memory_that_torch_would_fill():
+    with FilledBytes() as filled:
+        frame.__wrapped__(torch.uint8, (1 << 28,), save_options())
+    assert filled.count == 0

@@ -50,15 +50,13 @@ class Case:
 
     Attributes:
         build: its objects.
-        expect: the error classes, one of which reading it must end in; or `value`: it is
-            harmless, and what comes out is `value`.
+        expect: the error classes, one of which reading it must end in; or `value`: it is harmless.
     """
 
     family: str
     name: str
     build: Callable[[], Objects]
     expect: tuple[str, ...]
-    value: object = None
 
     @property
     def id(self) -> str:
@@ -83,9 +81,8 @@ def add(
     name: str,
     build: Callable[[], Objects],
     expect: tuple[str, ...] = CORRUPT,
-    value: object = None,
 ) -> None:
-    case = Case(family, name, build, expect, value)
+    case = Case(family, name, build, expect)
     assert case.id not in CASES, case.id
     CASES[case.id] = case
 

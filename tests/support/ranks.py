@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_objstore.integrations.install import _installed
+from tests.support import shared_servers
 from tests.support.launcher import Job, Outcome, Ranks, Said, retire
 
 MAX_WORKERS = 8
@@ -43,6 +44,8 @@ PRELOAD = [
     "dcp_objstore.run.manager",
     "dcp_objstore.inspect.checkpoint",
 ]
+# What all processes of this run of pytest have in common, if there are several.
+common_folder: Path | None = None
 
 
 class RanksFailedError(Exception):
@@ -98,7 +101,8 @@ def start_workers(*, reuse: bool = True, preload: Sequence[str] = ()) -> Ranks:
     Args:
         preload: more modules that are imported once for all, if these are the first workers.
     """
-    return Ranks(preload=[*PRELOAD, *preload], reuse=reuse, store_port=_store().port)
+    shared_servers.warm_up([*PRELOAD, *preload])
+    return Ranks(reuse=reuse, store_port=_store().port)
 
 
 @functools.cache

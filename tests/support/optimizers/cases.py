@@ -39,10 +39,6 @@ class Case:
     lr: float = 0.01
     grouped: bool = True
 
-    @property
-    def built_in(self) -> bool:
-        return self.library == "torch"
-
 
 def _of(kind: Callable[..., Any], **options: Any) -> Callable[[Groups, nn.Module], Any]:
     return lambda groups, _model: kind(groups, **options)
