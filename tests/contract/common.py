@@ -12,7 +12,7 @@ import pytest
 from dcp_objstore.errors import PreconditionFailedError, StoreUnavailableError, UnsupportedError
 from dcp_objstore.stores import ObjectStore, Precondition, Version
 from dcp_objstore.stores.protocol import Capabilities
-from tests.support.scripted import Dialect
+from tests.support.scripted import Dialect, Fault
 from tests.support.side_doors import NoDoor, SideDoor
 
 MIB = 1024 * 1024
@@ -36,7 +36,8 @@ class Endpoint:
             `bucket`; None: none.
         lacks: the capabilities that it does not have, likewise.
         dialect: whose error bodies its adapter reads; None: it speaks no HTTP.
-        race_rounds: of each race, in the default suite.
+        untold_faults: those of which its library does not tell.
+        race_rounds: of each race, in the default suite; 0 leaves it to the campaign.
         crowd_keys: more than a page of it has.
         races_at_once: in the campaign, where a server makes losers wait asleep.
     """
@@ -44,6 +45,7 @@ class Endpoint:
     endpoint: str | Mapping[str, str] | None = None
     lacks: frozenset[str] | Mapping[str, frozenset[str]] = frozenset()
     dialect: Dialect | None = None
+    untold_faults: frozenset[Fault] = frozenset()
     crowd_keys: Sequence[str] = CROWD
     race_rounds = 2
     races_at_once = 1

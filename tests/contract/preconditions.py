@@ -26,6 +26,10 @@ class PreconditionsContract(Endpoint):
             self.assert_refused(store, "new", IfAbsent())
             assert side_door.sizes() == {"k": len(b"as it was")}
             return
+        side_door.write("theirs", b"as it was")
+        with pytest.raises(PreconditionFailedError):
+            store.put("theirs", b"ours", precondition=IfAbsent(), retry=False)
+        assert side_door.read("theirs") == b"as it was"
         version = store.put("k", b"first", precondition=IfAbsent())
         for retry in (True, False):
             with pytest.raises(PreconditionFailedError):
@@ -38,20 +42,12 @@ class PreconditionsContract(Endpoint):
         assert read(store, "k") == b"third"
 
     @guarantee("one creator of 64")
-    def test_what_another_client_wrote_is_not_created_again(self, store, capabilities, side_door):
-        side_door.write("k", b"theirs")
-        if not capabilities.conditional_create:
-            self.assert_refused(store, "k", IfAbsent())
-        else:
-            with pytest.raises(PreconditionFailedError):
-                store.put("k", b"ours", precondition=IfAbsent(), retry=False)
-        assert side_door.read("k") == b"theirs"
-
-    @guarantee("one creator of 64")
     def test_of_64_creators_exactly_one_wins(self, store, capabilities, side_door):
         if not capabilities.conditional_create:
             self.assert_refused(store, "k", IfAbsent())
             return
+        if not self.race_rounds:
+            pytest.skip("the same server is raced over another adapter")
         for number in range(self.race_rounds):
             create_race(store, side_door, f"race-{number}")
 
@@ -130,6 +126,8 @@ class PreconditionsContract(Endpoint):
         if not capabilities.conditional_update:
             self.assert_refused(store, "k", capabilities.if_version(version))
             return
+        if not self.race_rounds:
+            pytest.skip("the same server is raced over another adapter")
         for round_number in range(self.race_rounds):
 
             def attempt(number: int, old: Version = version, nth: int = round_number) -> Version:

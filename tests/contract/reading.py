@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import cycle
 
 import numpy as np
@@ -153,18 +152,10 @@ class ReadingContract(Endpoint):
     @guarantee("exact ranges")
     def test_a_range_past_the_end_is_corrupt(self, store):
         store.put("k", b"0123456789")
-        for start, end in [(0, 11), (9, 11), (10, 11), (500, 600)]:
+        store.put("empty", b"")
+        for key, start, end in [("k", 0, 11), ("k", 9, 11), ("k", 500, 600), ("empty", 0, 1)]:
             with pytest.raises(CorruptDataError):
-                read_range(store, "k", start, end)
-
-    @guarantee("exact ranges")
-    def test_a_range_past_the_end_of_an_empty_object_is_corrupt(self, store):
-        store.put("k", b"")
-        with pytest.raises(CorruptDataError):
-            read_range(store, "k", 0, 1)
-
-    def test_a_range_that_is_none_is_refused(self, store):
-        store.put("k", b"0123456789")
+                read_range(store, key, start, end)
         for start, end in [(-1, 2), (3, 2)]:
             with pytest.raises(InputError):
                 read_range(store, "k", start, end)
@@ -176,31 +167,22 @@ class ReadingContract(Endpoint):
         assert store.get("k", max_size_bytes=10)[0] == b"0123456789"
 
     @guarantee("exact ranges")
-    @pytest.mark.parametrize("fault", ["cut off", "range ignored", "another range"])
-    def test_a_body_that_was_not_asked_for_is_an_error(self, fault):
+    def test_a_body_that_was_not_asked_for_is_an_error(self):
         if self.dialect is None:
             pytest.skip("no HTTP")
         answers: dict[str, Answer] = {
             "cut off": (206, {"Content-Length": "100", "Content-Range": "bytes 0-99/100"}, _SENT),
             "range ignored": (200, {}, _SENT * 30),
-            "another range": (206, {"Content-Range": "bytes 3-11/300"}, _SENT),
+            "another beginning": (206, {"Content-Range": "bytes 3-11/300"}, _SENT),
+            "another end": (206, {"Content-Range": "bytes 0-8/300"}, _SENT),
+            "whole, cut off": (200, {"Content-Length": "100"}, _SENT),
         }
         with ScriptedServer() as server:
-            status, headers, body = answers[fault]
-            server.answer = lambda *_: (status, {**_HEADERS, **headers}, body)
             store = self.store_at(server.endpoint_url)
-            wrong = pytest.raises((CorruptDataError, StoreUnavailableError))
-            with wrong:
-                read_range(store, "k", 0, 100)
-
-    @guarantee("exact ranges")
-    def test_a_whole_body_that_is_cut_off_is_an_error(self):
-        if self.dialect is None:
-            pytest.skip("no HTTP")
-        with ScriptedServer() as server:
-            server.answer = lambda *_: (200, {**_HEADERS, "Content-Length": "100"}, _SENT)
-            store = self.store_at(server.endpoint_url)
-            calls: list[Callable[[], object]] = [lambda: store.get("k", max_size_bytes=1000)]
-            for call in calls:
+            for status, headers, body in answers.values():
+                answer = (status, {**_HEADERS, **headers}, body)
+                server.answer = lambda *_, answer=answer: answer
                 with pytest.raises((CorruptDataError, StoreUnavailableError)):
-                    call()
+                    read_range(store, "k", 0, 100)
+            with pytest.raises((CorruptDataError, StoreUnavailableError)):
+                store.get("k", max_size_bytes=1000)

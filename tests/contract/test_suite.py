@@ -19,9 +19,8 @@ from dcp_objstore.stores.protocol import Capabilities
 from dcp_objstore.stores.ranges import FetchedSource, Range
 from tests.contract import CROWD, StoreContract
 from tests.contract.preconditions import CREATORS
-from tests.support import guarantees
 from tests.support.doc_tables import STORES_PAGE
-from tests.support.guarantees import FAILED, GUARANTEES, KEPT, LACKING, UNTRIED, parse, write_table
+from tests.support.guarantees import FAILED, GUARANTEES, LACKING, UNTRIED, parse
 from tests.support.side_doors import NoDoor, SideDoor
 
 
@@ -251,31 +250,3 @@ def test_the_table_of_the_documentation_has_all_endpoints_as_they_are_declared(d
 def test_every_capability_is_behind_a_guarantee():
     behind = {name for one in GUARANTEES for name in one.needs}
     assert behind == set(Capabilities.__dataclass_fields__)
-
-
-def test_rows_of_other_runs_stay_and_rows_that_ran_are_replaced(tmp_path):
-    place = tmp_path / "stores.md"
-    place.write_text("before\n<!-- guarantees -->\n<!-- /guarantees -->\nafter\n")
-    kept = [KEPT] * len(GUARANTEES)
-    write_table(place, {"one": kept, "two": kept})
-    changed = [FAILED, *kept[1:]]
-    write_table(place, {"two": changed})
-    text = place.read_text()
-    assert parse(text) == {"one": kept, "two": changed}
-    assert text.startswith("before\n")
-    assert text.endswith("\nafter\n")
-
-
-def test_the_worst_outcome_makes_the_cell():
-    outcomes = guarantees.Outcomes()
-    for name, seen in {
-        "any key": [KEPT, FAILED],
-        "clean abort": [KEPT, LACKING],
-        "true times": [KEPT],
-    }.items():
-        for one in seen:
-            outcomes.add("store", name, one)
-    (row,) = outcomes.rows().values()
-    cells = dict(zip((one.name for one in GUARANTEES), row, strict=True))
-    assert (cells["any key"], cells["clean abort"], cells["true times"]) == (FAILED, LACKING, KEPT)
-    assert cells["equal parts"] == UNTRIED

@@ -10,8 +10,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,6 +21,7 @@ import dcp_objstore as dos
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import ConfigError, PermissionDeniedError
 from dcp_objstore.local import copies, folder
+from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.local import LOCK_POLICY, TEMPORARY
 from tests.support.launcher import say
 from tests.support.node_copies import Node, open_files, restart, state_of
@@ -164,6 +167,13 @@ def test_two_states_stay_where_each_step_has_a_prefix_of_its_own(node, name):
     assert report.fetched_bytes == 0
 
 
+def test_one_url_that_is_overwritten_has_two_states(node):
+    for count in range(4):
+        node.save(1, overwrite=True)
+        assert len(node.files) == min(count + 1, 2)
+        assert node.load(1).fetched_bytes == 0
+
+
 def test_checkpoints_that_differ_in_words_stay_side_by_side(node):
     for step in (1, 2, 3):
         for name in ("model", "optim"):
@@ -171,15 +181,6 @@ def test_checkpoints_that_differ_in_words_stay_side_by_side(node):
             dos.save(state_of(step), url, local=node.local, progress=False)
     names = sorted(path.parent.name for path in node.files)
     assert names == ["model-2", "model-3", "optim-2", "optim-3"]
-
-
-def test_saves_write_over_what_is_older(node):
-    for step in range(1, 5):
-        node.save(step)
-    older, inode = node.copy_of(3), node.copy_of(3).stat().st_ino
-    node.save(5)
-    assert node.copy_of(5).stat().st_ino == inode
-    assert not older.parent.exists()
 
 
 @pytest.mark.parametrize("loaded", [True, False])
@@ -253,34 +254,45 @@ def test_an_upload_that_breaks_off_leaves_neither_a_file_nor_a_descriptor(node, 
     assert open_files(node.folder) == opened
 
 
+def before_a_copy_is_whole(patched: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    rename = Path.rename
+
+    def renaming(path: Path, target: Path) -> Path:
+        if path.name.startswith(TEMPORARY):
+            act()
+        return rename(path, target)
+
+    patched.setattr(Path, "rename", renaming)
+
+
 def test_a_folder_that_is_removed_during_a_save_costs_its_copies(node, monkeypatch):
-    finish = copies._Beside._finish
-
-    def removing(copy: copies._Beside) -> None:
-        shutil.rmtree(node.home)
-        finish(copy)
-
-    monkeypatch.setattr(copies._Beside, "_finish", removing)
-    node.save(1)
+    with monkeypatch.context() as patched:
+        before_a_copy_is_whole(patched, lambda: shutil.rmtree(node.home))
+        node.save(1)
     assert len(node.unused) == 1
-    monkeypatch.undo()
     node.save(2)
     assert node.load(2).fetched_bytes == 0
 
 
-def test_a_write_that_hangs_does_not_hold_up_who_gives_the_copy_up(monkeypatch):
-    monkeypatch.setattr(copies, "LOCK_POLICY", replace(LOCK_POLICY, patience_seconds=0.01))
-    copy = copies._Beside(Path("copy"), -1, Path("temporary"), None)  # type: ignore[arg-type]
-    with copy._lock:
-        copy.close()
-    assert copy._is_open
+def test_a_write_that_hangs_does_not_hold_up_who_gives_the_copy_up(node, monkeypatch):
+    monkeypatch.setattr(copies, "LOCK_POLICY", replace(LOCK_POLICY, patience_seconds=0.05))
+    writing, go_on = threading.Event(), threading.Event()
 
+    def hang(*_: object) -> int:
+        writing.set()
+        assert go_on.wait(60)
+        return 1
 
-def test_one_url_that_is_overwritten_has_two_states(node):
-    for count in range(4):
-        node.save(1, overwrite=True)
-        assert len(node.files) == min(count + 1, 2)
-        assert node.load(1).fetched_bytes == 0
+    local, spec = dos.Local(str(node.folder)), StoreSpec(f"{node.run}/step-1")
+    save = copies.SaveCopies(local, spec, Mock(), 0)
+    monkeypatch.setattr(os, "pwrite", hang)
+    with ThreadPoolExecutor(1) as pool:
+        with save.beside("k", iter([b"x"]), 1) as buffers:
+            uploading = pool.submit(list, buffers)
+            assert writing.wait(60)
+        assert not uploading.done()
+        go_on.set()
+        assert uploading.result(60) == [b"x"]
 
 
 def test_a_process_that_saves_keeps_what_it_has_saved_whatever_it_loads(node):
@@ -313,10 +325,9 @@ def test_between_saves_and_loads_no_file_is_open_and_no_lock_is_held(node):
 
 def test_a_forked_child_holds_nothing(node, monkeypatch):
     """A DataLoader's worker that is forked in a save, and lives on."""
-    finish = copies._Beside._finish
     seen: list[list[str]] = []
 
-    def fork_first(copy: copies._Beside) -> None:
+    def fork() -> None:
         reading, writing = os.pipe()
         if not (child := os.fork()):
             os.write(writing, b".")
@@ -325,9 +336,8 @@ def test_a_forked_child_holds_nothing(node, monkeypatch):
         seen.extend([held(node, os.getpid()), held(node, child)])
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        finish(copy)
 
-    monkeypatch.setattr(copies._Beside, "_finish", fork_first)
+    before_a_copy_is_whole(monkeypatch, fork)
     node.save(1)
     assert [len(places) for places in seen] == [1, 0]
     assert node.load(1).fetched_bytes == 0
@@ -408,12 +418,13 @@ def test_what_nobody_has_used_for_a_day_is_removed_though_there_is_room(node):
 def write_and_wait(rank: int, world: int, node: Node) -> None:
     """Another job, which is killed in the middle of a save."""
 
-    def wait(_: copies._Beside) -> None:
+    def wait() -> None:
         say("ready")
         threading.Event().wait()
 
-    copies._Beside._finish = wait  # type: ignore[method-assign]
-    node.save(1)
+    with pytest.MonkeyPatch.context() as patched:
+        before_a_copy_is_whole(patched, wait)
+        node.save(1)
 
 
 def test_what_another_job_writes_stays_until_it_is_killed(tmp_path):

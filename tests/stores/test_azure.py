@@ -10,15 +10,12 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import (
     BucketNotFoundError,
     ConfigError,
     CredentialsError,
     DcpObjstoreError,
-    InvalidUrlError,
     PermissionDeniedError,
-    StoreUnavailableError,
 )
 from dcp_objstore.stores import IfAbsent, ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.azure.credentials import find_azure_credentials
@@ -74,23 +71,19 @@ def test_blocks_of_an_upload_that_was_given_up_are_no_object(bucket):
     assert bucket.get("k") == b"whole"
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_missing_container(azurite, verb):
-    store = open_store("az://no-such-container/run", azurite.storage_options, ONCE)
-    with pytest.raises(BucketNotFoundError) as caught:
-        VERBS[verb](store)
-    check(caught.value, store, verb)
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_wrong_key_is_no_outage_and_is_not_shown(azurite, verb):
-    options = {**azurite.storage_options, "account_key": "d3Jvbmcta2V5"}
-    store = open_store(f"az://{BUCKET}/run", options, ONCE)
-    # Azure itself says AuthenticationFailed, which becomes a CredentialsError.
-    with pytest.raises((PermissionDeniedError, CredentialsError)) as caught:
-        VERBS[verb](store)
-    check(caught.value, store, verb)
-    assert "d3Jvbmcta2V5" not in str(caught.value)
+def test_a_missing_container_and_a_wrong_key_are_no_outage_and_the_key_is_not_shown(azurite):
+    wrong = {**azurite.storage_options, "account_key": "d3Jvbmcta2V5"}
+    missing = open_store("az://no-such-container/run", azurite.storage_options, ONCE)
+    refused = open_store(f"az://{BUCKET}/run", wrong, ONCE)
+    for name, verb in VERBS.items():
+        with pytest.raises(BucketNotFoundError) as caught:
+            verb(missing)
+        check(caught.value, missing, name)
+        # Azure itself says AuthenticationFailed, which becomes a CredentialsError.
+        with pytest.raises((PermissionDeniedError, CredentialsError)) as caught_too:
+            verb(refused)
+        check(caught_too.value, refused, name)
+        assert "d3Jvbmcta2V5" not in str(caught_too.value)
 
 
 def sas(azurite: Azurite, permissions: str) -> str:
@@ -155,80 +148,11 @@ def test_a_signature_that_may_only_read_is_refused_by_type_and_not_shown(bucket,
 # What needs no server
 
 
-def test_a_server_that_is_not_there_is_an_outage_and_shows_no_signature():
-    # obstore leaves out the whole URL where there is a signature in it.
-    options = {"account_name": "a", "sas_token": "sp=r&sig=SECRET"}
-    options["endpoint_url"] = "http://127.0.0.1:1"
-    with pytest.raises(StoreUnavailableError, match="cannot reach the store: connection") as caught:
-        open_store("az://container", options, ONCE).put("k", b"x")
-    assert "SECRET" not in f"{caught.value} {caught.value.__cause__}"
-
-
 @pytest.fixture
 def no_azure(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("AZURE_"):
             monkeypatch.delenv(name)
-
-
-@pytest.mark.parametrize(
-    ("url", "normal"),
-    [
-        ("az://container/run/", "az://container/run"),
-        ("azure://container/run", "az://container/run"),
-        ("abfs://container/run", "az://container/run"),
-        ("abfss://container/run", "az://container/run"),
-    ],
-)
-def test_the_spellings_of_a_url_are_one(url, normal):
-    assert StoreSpec(url).url == normal
-
-
-@pytest.mark.parametrize(
-    ("url", "says"),
-    [
-        ("abfss://box@acct.dfs.core.windows.net/run", "'account_name': 'acct'"),
-        ("abfss://box@acct.dfs.core.windows.net/run", "az://box/run"),
-        ("az://user:secret@box/run", "credentials do not belong"),
-        ("wasbs://box/run", "did you mean az://?"),
-        ("az:///run", "names no container"),
-        ("az://box/a\\b", "backslash"),
-    ],
-)
-def test_a_bad_url_is_refused_with_the_way_out(url, says):
-    with pytest.raises(InvalidUrlError) as caught:
-        StoreSpec(url)
-    assert says in str(caught.value)
-    assert "user:secret" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"acount_name": "x"}, "did you mean 'account_name'?"),
-        ({"key": "x"}, "did you mean 'account_key'?"),
-        ({"access_key": "x"}, "did you mean 'account_key'?"),
-        ({"sas_key": "x"}, "did you mean 'sas_token'?"),
-        ({"token": "x"}, "did you mean 'credential'?"),
-        ({"account_url": "x"}, "did you mean 'endpoint_url'?"),
-        ({"anonymous": True}, "did you mean 'anon'?"),
-        ({"account_key": 7}, "must be str"),
-        ({"account_key": "a\nb"}, "control character"),
-        ({"account_name": "a", "account_key": "k", "sas_token": "s"}, "choose one"),
-        ({"account_name": "a", "anon": True, "credential": "s"}, "choose one"),
-        ({"account_name": "a", "client_secret": "s"}, "'client_id', 'tenant_id' missing"),
-        ({"account_name": "a", "credential": 7}, "an object of azure.identity"),
-        ({"account_key": "k"}, "which storage account?"),
-        ({"connection_string": "AccountName"}, "'AccountName=…;AccountKey=…'"),
-        ({"connection_string": "AccountName=a"}, "neither AccountKey nor"),
-        ({"endpoint_url": "https://u:p@host"}, "without credentials"),
-        ({"account_host": "host?sig=x"}, "without credentials"),
-    ],
-)
-def test_a_bad_option_is_refused_with_the_nearest_name(no_azure, options, says):
-    with pytest.raises(ConfigError) as caught:
-        open_store("az://container/x", options)
-    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +221,13 @@ def test_identities_of_azure_identity_are_asked_for_tokens(no_azure):
         async def get_token(self, *_: str) -> Token:
             return Token()
 
+    class WithoutLogin:
+        def get_token(self, *_: str, tenant_id: str | None = None) -> object:
+            raise RuntimeError("no login")
+
+    options = {"account_name": "a", "credential": WithoutLogin(), "endpoint_url": "http://x:1"}
+    with pytest.raises(CredentialsError, match="no login"):
+        open_store("az://container", options, ONCE).put("k", b"x")
     found = find_azure_credentials(
         parse(AzureOptions, {"account_name": "a", "credential": Identity()})
     )
@@ -313,17 +244,3 @@ def test_without_azure_identity_what_to_do_is_said(no_azure, monkeypatch):
             parse(AzureOptions, {"account_name": "a", "endpoint_url": "http://127.0.0.1:1"})
         )
     assert "pip install 'dcp-objstore[azure]'" in str(caught.value)
-
-
-def test_an_identity_that_has_no_token_is_a_credentials_error(no_azure):
-    class RefusedError(Exception):
-        pass
-
-    class Identity:
-        def get_token(self, *_: str, tenant_id: str | None = None) -> object:
-            raise RefusedError("no login")
-
-    options = {"account_name": "a", "credential": Identity(), "endpoint_url": "http://127.0.0.1:1"}
-    config = TransferConfig(max_retries=0)
-    with pytest.raises(CredentialsError, match="no login"):
-        open_store("az://container", options, config).put("k", b"x")

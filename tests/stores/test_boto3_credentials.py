@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dcp_objstore as dos
-from dcp_objstore.errors import ConfigError, CredentialsError
+from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores import StoreSpec, open_store
 from tests.support.proxy import Asked
 from tests.support.scripted import fault_answer
@@ -113,9 +113,3 @@ def test_credentials_that_were_left_behind_by_a_pickle_are_named():
     bare = StoreSpec(spec.url, None, CONFIG, ("key", "secret"))
     with pytest.raises(CredentialsError, match="key, secret were given"):
         bare.open()
-
-
-def test_certificates_that_are_not_there():
-    spec = StoreSpec("s3://bucket/x", {"anon": True, "verify": "/nowhere/ca.pem"}, CONFIG)
-    with pytest.raises(ConfigError, match="verify"):
-        spec.open().head("k")

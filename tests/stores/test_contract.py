@@ -83,6 +83,7 @@ class TestGcs(BucketContract):
         return open_store("gs://bucket/run", options, ONCE)
 
 
+@pytest.mark.campaign  # the adapter of `TestBucket`; what the probe finds is tested with it
 @pytest.mark.backends("rclone")
 class TestUnfenced(BucketContract):
     """A server that ignores conditions (the probe finds out, a save is refused) and ranges.

@@ -17,18 +17,12 @@ KEYS = {"key": "KEYOFMINE", "secret": "SECRETOFMINE"}
 @pytest.mark.parametrize(
     ("url", "options", "name"),
     [
-        ("s3://b", {**KEYS, "endpoint_url": ""}, "endpoint_url"),
         ("s3://b", {**KEYS, "endpoint_url": "  "}, "endpoint_url"),
         ("s3://b", {"key": "", "secret": ""}, "key"),
-        ("s3://b", {**KEYS, "token": ""}, "token"),
-        ("s3://b", {**KEYS, "region": ""}, "region"),
-        ("s3://b", {**KEYS, "verify": ""}, "verify"),
         ("s3://b", {**KEYS, "client_kwargs": {"endpoint_url": ""}}, "endpoint_url"),
         ("s3://b", {**KEYS, "s3_additional_kwargs": {"SSEKMSKeyId": ""}}, "SSEKMSKeyId"),
         ("gs://b", {"token": ""}, "token"),
-        ("gs://b", {"anon": True, "base_url": ""}, "base_url"),
         ("gs://b", {"anon": True, "requester_pays": ""}, "requester_pays"),
-        ("az://b", {"account_name": "", "anon": True}, "account_name"),
         ("az://b", {"account_name": "a", "sas_token": ""}, "sas_token"),
     ],
 )
@@ -40,52 +34,21 @@ def test_an_empty_text_is_not_taken_for_an_option_that_was_left_out(url, options
 @pytest.mark.parametrize(
     ("url", "options", "says"),
     [
-        (
-            "s3://b",
-            {**KEYS, "client_kwargs": {"aws_access_key_id": "OTHER"}},
-            r"key, client_kwargs\['aws_access_key_id'\]",
-        ),
-        (
-            "s3://b",
-            {**KEYS, "client_kwargs": {"aws_secret_access_key": "OTHER"}},
-            r"secret, client_kwargs\['aws_secret_access_key'\]",
-        ),
-        (
-            "s3://b",
-            {
-                **KEYS,
-                "endpoint_url": "http://one",
-                "client_kwargs": {"endpoint_url": "http://OTHER"},
-            },
-            "endpoint_url, client_kwargs",
-        ),
-        ("s3://b", {**KEYS, "region": "one", "region_name": "OTHER"}, "region, region_name"),
-        ("s3://b", {**KEYS, "use_ssl": True, "client_kwargs": {"use_ssl": False}}, "use_ssl"),
-        (
-            "s3://b",
-            {
-                **KEYS,
-                "addressing_style": "path",
-                "config_kwargs": {"s3": {"addressing_style": "virtual"}},
-            },
-            "addressing_style, config_kwargs",
-        ),
-        (
-            "gs://b",
-            {"anon": True, "endpoint_url": "http://one", "base_url": "http://OTHER"},
-            "endpoint_url, base_url",
-        ),
-        ("gs://b", {"anon": True, "requester_pays": "one", "project": "OTHER"}, "two projects"),
+        ("s3://b", {"client_kwargs": {"aws_access_key_id": "OTHER"}}, r"key, client_kwargs\['aws_"),
+        ("s3://b", {"region": "one", "region_name": "OTHER"}, "region, region_name"),
+        ("s3://b", {"use_ssl": True, "client_kwargs": {"use_ssl": False}}, "use_ssl"),
+        ("gs://b", {"endpoint_url": "http://one", "base_url": "OTHER"}, "endpoint_url, base_url"),
+        ("gs://b", {"requester_pays": "one", "project": "OTHER"}, "two projects"),
         (
             "az://b",
-            {"anon": True, "endpoint_url": "http://one", "account_host": "OTHER"},
-            "endpoint_url, account_host",
+            {"endpoint_url": "http://one", "account_host": "OTHER"},
+            "endpoint_url, account",
         ),
     ],
 )
 def test_two_values_for_one_setting_are_refused(url, options, says):
     with pytest.raises(ConfigError, match=says) as caught:
-        StoreSpec(url, options)
+        StoreSpec(url, {**(KEYS if url == "s3://b" else {"anon": True}), **options})
     assert "say it once" in str(caught.value)
     assert not any(value in str(caught.value) for value in ("OFMINE", "OTHER"))
 
@@ -104,9 +67,3 @@ def test_an_azure_identity_without_its_secret_is_refused_unless_pickled(monkeypa
     whole = StoreSpec("az://b", {**options, "client_secret": "s"})
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
     pickle.loads(pickle.dumps(whole)).open()
-
-
-def test_the_sentence_before_the_known_options_ends():
-    for name in ("zzzzqqqq", "keyy"):
-        with pytest.raises(ConfigError, match=r"[.?] Known: "):
-            StoreSpec("s3://b", {name: 1})

@@ -368,15 +368,6 @@ def test_a_save_has_whole_objects_copied_that_hold_nothing_else(bucket, proxy):
     assert_holds(bucket, 4)
 
 
-@by_gcs
-def test_a_little_that_has_not_changed_gets_no_object_of_its_own(bucket):
-    for step in (1, 2):
-        state = {"changes": torch.full((7,), float(step)), "stays": torch.ones(MIB)}
-        settings: Any = {"storage_options": bucket.storage_options, "progress": False}
-        report = dos.save(state, bucket.at(f"step-{step}"), base="latest", **settings)
-    assert report.objects == 1
-
-
 @by_azure
 def test_a_base_that_vanishes_while_its_objects_are_copied_is_uploaded(bucket, proxy):
     for step in (1, 2):

@@ -85,28 +85,6 @@ def test_a_profile_by_option_by_variable_and_by_default(
     assert works(bucket, transport=transport)
 
 
-@pytest.mark.parametrize("section", ["default", "profile default", 'profile "default"'])
-def test_the_default_profile_goes_by_each_of_its_names_in_the_config_file(
-    bucket, bare_environment, monkeypatch, section
-):
-    write_profile(bare_environment, "default", bucket)
-    credentials = bare_environment / "credentials"
-    config = bare_environment / "config"
-    text = credentials.read_text() + config.read_text().partition("\n")[2]
-    config.write_text(text.replace("[default]", f"[{section}]"))
-    credentials.unlink()
-    monkeypatch.setenv("HERE", str(bare_environment))
-    monkeypatch.setenv("AWS_CONFIG_FILE", "$HERE/config")  # botocore expands variables in it
-    assert works(bucket)
-
-
-def test_in_the_credentials_file_the_default_profile_has_no_other_name(bucket, bare_environment):
-    write_profile(bare_environment, "profile default", bucket)
-    (bare_environment / "config").unlink()
-    with pytest.raises(CredentialsError, match="no credentials"):
-        open_store(bucket.url)
-
-
 @both
 def test_keys_of_the_environment_come_before_aws_profile_and_options_before_both(
     bucket, bare_environment, monkeypatch, transport
@@ -180,59 +158,6 @@ def test_the_metadata_service_of_an_instance_is_used(bucket, metadata_service, m
     assert works(bucket, {"endpoint_url": bucket.storage_options["endpoint_url"]})
 
 
-class Agent(ScriptedServer):
-    """Gives a bucket's credentials, as a container's agent and as AWS's token service do.
-
-    Attributes:
-        tokens: the token that each request brought.
-    """
-
-    def __init__(self, bucket: Bucket) -> None:
-        key, secret = (bucket.storage_options[name] for name in ("key", "secret"))
-        given = {"AccessKeyId": key, "SecretAccessKey": secret, "Token": ""}
-        given |= {"SessionToken": "", "Expiration": "2099-01-01T00:00:00Z"}
-        of_sts = "".join(f"<{name}>{value}</{name}>" for name, value in given.items())
-        for element in ("Credentials", "AssumeRoleWithWebIdentityResult"):
-            of_sts = f"<{element}>{of_sts}</{element}>"
-        of_sts = f"<AssumeRoleWithWebIdentityResponse>{of_sts}</AssumeRoleWithWebIdentityResponse>"
-        super().__init__(
-            lambda method, *_: Answer(
-                200, {}, (of_sts if method == "POST" else json.dumps(given)).encode()
-            )
-        )
-
-    @property
-    def tokens(self) -> list[str | None]:
-        return [headers.get("Authorization") for _, _, headers in self.requests]
-
-
-@pytest.fixture
-def agent(bucket: Bucket) -> Iterator[Agent]:
-    with Agent(bucket) as agent:
-        yield agent
-
-
-def test_the_agent_of_a_container_is_asked_with_the_token_of_its_variable(
-    bucket, agent, monkeypatch
-):
-    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{agent.endpoint_url}/creds")
-    monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN", "let-me-in")
-    assert works(bucket, {"endpoint_url": bucket.storage_options["endpoint_url"]})
-    assert set(agent.tokens) == {"let-me-in"}
-
-
-def test_a_token_service_may_be_another_server_over_plain_http(
-    bucket, agent, bare_environment, monkeypatch
-):
-    (bare_environment / "token").write_text("a.jwt.token")
-    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(bare_environment / "token"))
-    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/x")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", agent.endpoint_url)
-    assert works(bucket, {"endpoint_url": bucket.storage_options["endpoint_url"]})
-    assert agent.requests
-
-
 @both_ways
 def test_a_token_file_that_is_not_there_is_named_without_a_request(bucket, monkeypatch):
     monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", "/nowhere/token")
@@ -281,13 +206,12 @@ def test_a_variable_with_a_line_break_is_an_error_that_names_it_and_not_its_valu
     assert "hidden" not in str(caught.value)
 
 
-@pytest.mark.parametrize("variable", ["GOOGLE_BEARER_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY"])
-def test_other_clouds_variables_with_a_line_break_are_refused_as_well(monkeypatch, variable):
-    monkeypatch.setenv(variable, "hidden\n")
-    url = "gs://bucket/x" if variable.startswith("GOOGLE") else "az://container/x"
-    options = None if url.startswith("gs") else {"account_name": "a"}
-    with pytest.raises(CredentialsError, match="line break"):
-        open_store(url, options)
+def test_other_clouds_variables_with_a_line_break_are_refused_as_well(monkeypatch):
+    for variable in ("GOOGLE_BEARER_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY"):
+        monkeypatch.setenv(variable, "hidden\n")
+    for url, options in ("gs://bucket/x", None), ("az://container/x", {"account_name": "a"}):
+        with pytest.raises(CredentialsError, match="line break"):
+            open_store(url, options)
 
 
 @pytest.mark.parametrize("transport", ["native", "boto3", "fsspec"])
@@ -321,7 +245,7 @@ def test_google_credentials_need_google_auth(bare_environment, monkeypatch):
     assert "pip install 'dcp-objstore[gcs]'" in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", "not json"])
+@pytest.mark.parametrize("content", ["", "{}"])
 def test_broken_google_credentials(bare_environment, monkeypatch, content):
     path = bare_environment / "key.json"
     path.write_text(content)
@@ -333,15 +257,19 @@ def test_broken_google_credentials(bare_environment, monkeypatch, content):
         open_store("gs://bucket/x")
 
 
-def test_forms_of_a_google_token(bare_environment):
+def test_forms_of_a_google_token(bare_environment, monkeypatch):
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", "/somebody/elses.json")
     path = bare_environment / "key.json"
-    key = {"refresh_token": "r", "client_id": "1", "client_secret": "s"}
+    key = {"refresh_token": "r", "client_id": "1", "client_secret": "secret"}
     path.write_text(json.dumps(key))
     assert find_gcs_credentials(GcsOptions(token="anon")).config == {"skip_signature": True}
     assert find_gcs_credentials(GcsOptions(anon=True)).config == {"skip_signature": True}
     for form in (str(path), key, json.dumps(key)):
         found: Any = find_gcs_credentials(GcsOptions(token=form)).provider
         assert found.ask.args[0].refresh_token == "r"
+        assert "secret" not in repr(found)
+    machine: Any = find_gcs_credentials(GcsOptions(token="cloud")).provider
+    assert "compute_engine" in type(machine.ask.args[0]).__module__
     provider = find_gcs_credentials(GcsOptions(token="ya29.x")).provider
     assert provider is not None
     assert provider() == {"token": "ya29.x", "expires_at": None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcp_objstore.config import MIB, TransferConfig
+from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.stores import StoreSpec, open_store
 from dcp_objstore.stores.clients import make_filesystems
@@ -12,31 +12,12 @@ from dcp_objstore.stores.gcs.options import GcsOptions
 from dcp_objstore.stores.options import parse
 from dcp_objstore.stores.s3.options import S3Options
 from dcp_objstore.stores.urls import parse_url
-from tests.support.proxy import Asked
+from tests.support.s3_requests import carrying, requests_of
 from tests.support.scripted import Answer, ScriptedServer
-from tests.support.servers import Bucket
-from tests.support.tampering import TamperingProxy
 
-PART = 5 * MIB
 ONCE = TransferConfig(max_retries=0)
 ALL = pytest.mark.parametrize("transport", ["native", "boto3", "fsspec"])
 KEYS = {"key": "a", "secret": "b"}
-
-
-def writes(bucket: Bucket, transport: str, extra: object = None) -> dict[str, Asked]:
-    """The requests that a write in one piece and one in parts send, by kind."""
-    with TamperingProxy(bucket.storage_options) as proxy:
-        options = {**proxy.storage_options, "transport": transport, "s3_additional_kwargs": extra}
-        store = open_store(bucket.url, options, ONCE)
-        store.put("one", b"one")
-        parts = iter([bytes(PART), b"last"])
-        store.put_stream("many", parts, part_size_bytes=PART, max_concurrency=1)
-        assert store.get("one", max_size_bytes=10)[0] == b"one"
-        asked = [one for one in proxy.asked if one.method in ("PUT", "POST")]
-    assert [one.method for one in asked] == ["PUT", "POST", "PUT", "PUT", "POST"]
-    assert bucket.get("many") == bytes(PART) + b"last"
-    assert bucket.uploads() == []
-    return dict(zip(["put", "begin", "part", "last", "complete"], asked, strict=True))
 
 
 @pytest.mark.backends("moto")
@@ -47,24 +28,19 @@ def test_the_environment_seals_pays_and_checks_over_every_transport(bucket, monk
     monkeypatch.setenv("AWS_SSE_KMS_KEY_ID", "key-1")
     monkeypatch.setenv("AWS_SSE_BUCKET_KEY_ENABLED", "true")
     monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "SHA256")
-    found = writes(bucket, transport)
+    found = requests_of(bucket, {"transport": transport})
+    assert carrying(found, "x-amz-server-side-encryption") == {"put", "begin"}
     for kind in ("put", "begin"):
         headers = found[kind].headers
         assert headers["x-amz-server-side-encryption"] == "aws:kms"
         assert headers["x-amz-server-side-encryption-aws-kms-key-id"] == "key-1"
         assert headers["x-amz-server-side-encryption-bucket-key-enabled"] == "true"
-    for kind in ("put", "part", "last"):
-        assert "x-amz-checksum-sha256" in found[kind].headers
-    assert all(one.headers["x-amz-request-payer"] == "requester" for one in found.values())
-
-
-@pytest.mark.backends("moto")
-@ALL
-def test_options_count_before_the_environment(bucket, monkeypatch, transport):
-    monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms")
-    monkeypatch.setenv("AWS_SSE_KMS_KEY_ID", "key-1")
+    assert carrying(found, "x-amz-checksum-sha256") == {"put", "part"}
+    assert carrying(found, "x-amz-request-payer") == set(found)
+    assert not any(asked.signed_url for asked in found.values())  # it could not be there
+    # Options count before the environment.
     extra = {"ServerSideEncryption": "aws:kms:dsse", "SSEKMSKeyId": "key-2"}
-    found = writes(bucket, transport, extra)
+    found = requests_of(bucket, {"transport": transport, "s3_additional_kwargs": extra})
     for kind in ("put", "begin"):
         headers = found[kind].headers
         assert headers["x-amz-server-side-encryption"] == "aws:kms:dsse"
@@ -132,22 +108,6 @@ def test_an_emulator_of_gcs_is_asked_where_googles_variable_names_one(
             store.head("k")
         assert server.requests
         assert not any("Authorization" in headers for _, _, headers in server.requests)
-
-
-@pytest.mark.backends("seaweed")
-@pytest.mark.parametrize("algorithm", ["none", "SHA256", "CRC32"])
-def test_s3fs_sends_the_checksum_that_is_asked_for(bucket, algorithm):
-    found = writes(bucket, "fsspec", {"ChecksumAlgorithm": algorithm})
-    carried = {
-        kind
-        for kind, asked in found.items()
-        if any(name.startswith("x-amz-checksum-") for name in asked.headers)
-    }
-    if algorithm == "none":
-        assert carried == set()
-    else:
-        assert carried == {"put", "begin", "part", "last"}
-        assert f"x-amz-checksum-{algorithm.lower()}" in found["part"].headers
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
-import subprocess
-import sys
 from multiprocessing.reduction import ForkingPickler
 
 import fsspec
@@ -209,43 +206,3 @@ def test_a_filesystem_that_refuses_without_a_word_still_gives_a_text():
 def test_a_package_that_is_missing_is_named():
     with pytest.raises(ConfigError, match=r"ossfs|oss"):
         open_store("oss://bucket/x")
-
-
-_FORK = """
-import faulthandler, os, sys
-from dcp_objstore.config import TransferConfig
-from dcp_objstore.stores import StoreSpec
-from dcp_objstore.errors import ForkedProcessError
-from dcp_objstore.stores.ranges import read_range
-spec = StoreSpec(sys.argv[1], dict(key=sys.argv[2], secret=sys.argv[3], endpoint_url=sys.argv[4]),
-                 TransferConfig(transport="fsspec"))
-store = spec.open()
-store.put("k", b"parent")
-if os.fork() == 0:
-    faulthandler.dump_traceback_later(40, exit=True)  # a hang ends as a failure
-    for call in (lambda: store.get("k", max_size_bytes=9), lambda: store.put("k", b"child"),
-                 lambda: store.head("k"), lambda: list(store.list()), lambda: store.delete("k"),
-                 lambda: read_range(store, "k", 0, 1),
-                 lambda: store.put_stream("k", iter([b"x"]), part_size_bytes=5 << 20,
-                                          max_concurrency=1)):
-        try:
-            call()
-        except ForkedProcessError as error:
-            assert "Open it again" in str(error)
-        else:
-            os._exit(3)
-    spec.open().put("child", b"x")
-    os._exit(0)
-status = os.waitstatus_to_exitcode(os.wait()[1])
-assert store.get("k", max_size_bytes=9)[0] == b"parent"
-sys.exit(status)
-"""
-
-
-@pytest.mark.backends("seaweed")
-def test_a_forked_child_opens_its_own_and_does_not_hang(bucket):
-    pytest.importorskip("s3fs", minversion="2025.5")
-    options = [str(bucket.storage_options[name]) for name in ("key", "secret", "endpoint_url")]
-    command = [sys.executable, "-W", "ignore", "-c", _FORK, bucket.url, *options]
-    subprocess.run(command, check=True, timeout=100, env=dict(os.environ))
-    assert bucket.keys() == ["child", "k"]

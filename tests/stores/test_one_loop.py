@@ -180,23 +180,6 @@ def test_a_listing_that_repeats_its_pages_ends_with_an_error(server, adapter, is
     assert len(server.requests) <= 10
 
 
-def test_a_listing_of_uploads_that_repeats_its_pages_ends_with_an_error(server):
-    def answer(method: str, target: str, nth: int) -> Answer:
-        page = (
-            "<ListMultipartUploadsResult><IsTruncated>true</IsTruncated><NextKeyMarker>run/a"
-            f"</NextKeyMarker><NextUploadIdMarker>u{nth % 2}</NextUploadIdMarker>"
-            "</ListMultipartUploadsResult>"
-        )
-        return Answer(200 if nth < 50 else 400, {"Content-Type": "application/xml"}, page.encode())
-
-    server.answer = answer
-    options = {**KEYS, "endpoint_url": server.endpoint_url}
-    spec = StoreSpec("s3://bucket/run", options, TransferConfig(max_retries=RETRIES))
-    with pytest.raises(StoreUnavailableError, match="again"):
-        open_uploads(spec).list()
-    assert len(server.requests) <= 5
-
-
 @pytest.mark.parametrize("adapter", ["obstore", "boto3", "s3fs"])
 def test_a_listing_that_breaks_off_goes_on_behind_the_last_key(server, adapter):
     def answer(method: str, target: str, nth: int) -> Answer:
@@ -286,13 +269,13 @@ def test_a_store_that_throttles_slows_the_process_down_over_each_adapter(server,
 
 
 @pytest.mark.parametrize("adapter", ["boto3", "s3fs"])
-def test_a_part_that_fails_is_sent_again_and_slows_the_process_down(server, adapter):
+def test_a_part_that_fails_is_sent_again(server, adapter):
     parts: list[str] = []
 
     def answer(method: str, target: str, nth: int) -> Answer:
         if "partNumber=" in target:
             parts.append(target.partition("partNumber=")[2].partition("&")[0])
-            return (503, {}, b"") if len(parts) == 1 else (200, {"ETag": '"e"'}, b"")
+            return (500, {}, b"") if len(parts) == 1 else (200, {"ETag": '"e"'}, b"")
         name = "CompleteMultipartUploadResult" if "uploadId=" in target else ""
         name = name or "InitiateMultipartUploadResult"
         body = f'<{name}><UploadId>u</UploadId><ETag>"e"</ETag></{name}>'
@@ -302,7 +285,6 @@ def test_a_part_that_fails_is_sent_again_and_slows_the_process_down(server, adap
     store = store_over(adapter, server.endpoint_url)
     store.put_stream("k", iter([bytes(5 * MIB)] * 3), part_size_bytes=5 * MIB, max_concurrency=1)
     assert parts == ["1", "1", "2", "3"]
-    assert limiter_of(store).window.is_throttled
 
 
 def range_answer(asked: str, *, share: float = 1.0) -> Answer:

@@ -23,14 +23,12 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores.ranges import (
     FETCHED_READING,
-    Answer,
     BrokenOffError,
     FetchedSource,
     Range,
     RangeSource,
     ReceivedChunks,
     RetriedSource,
-    check_came,
 )
 
 MIB = 1 << 20
@@ -123,18 +121,6 @@ def test_a_source_is_told_whether_bytes_of_the_answer_that_broke_off_have_come()
     assert told == [True, False, False]
 
 
-def test_a_range_that_cannot_be_cancelled_is_read_on_or_asks_for_no_more():
-    source = Source(lambda left: min(left, 300))
-    with opened(source) as body:
-        assert read(body, 10) == BODY[:10]
-        assert not body.cancel(at_once=True)
-        assert read(body, 10) == BODY[10:20]
-        assert not body.cancel(at_once=False)
-        with pytest.raises(InputError, match="closed"):
-            read(body, 10)
-    assert source.asked == [(0, 1000)]
-
-
 @pytest.mark.parametrize("waits_for", ["an answer", "a chunk"])
 def test_what_comes_of_a_library_after_a_range_was_cancelled_is_not_written(waits_for):
     waiting, go_on = threading.Event(), threading.Event()
@@ -167,14 +153,6 @@ def test_what_comes_of_a_library_after_a_range_was_cancelled_is_not_written(wait
         with pytest.raises(InputError, match="closed"):
             reading.result(10)
     assert not any(into)
-
-
-def test_an_answer_is_closed_where_the_reader_stops():
-    source = Source(lambda left: left)
-    with opened(source) as body:
-        assert read(body, 10) == BODY[:10]
-        assert source.open
-    assert not source.open
 
 
 def test_an_answer_that_was_asked_for_ahead_is_read_first_and_closed_if_it_is_not():
@@ -341,18 +319,6 @@ def test_a_range_that_is_cancelled_between_two_pieces_reads_no_further():
     assert not source.open
 
 
-def test_an_answer_knows_no_version_and_cannot_be_cancelled_unless_it_says_so():
-    class Plain(Answer):
-        def readinto(self, into: memoryview) -> int:
-            return 0
-
-        def close(self) -> None:
-            pass
-
-    assert Plain().version() is None
-    assert Plain().cancel(at_once=True) is False
-
-
 def test_a_pinned_objects_state_is_checked_with_each_answer():
     class Versioned(Piecemeal):
         def version(self) -> Any:
@@ -407,15 +373,6 @@ def test_a_library_of_whole_bodies_is_asked_for_the_state_before_and_after(is_he
     assert "look" not in order[3:]
 
 
-def test_a_retried_source_asks_within_its_tries():
-    requests, asked = Mock(), Mock()
-    requests.run = lambda tries, call: (tries, call())
-    source = RetriedSource(requests, "k", asked)
-    assert source.ask(3, 7) == (requests.tries.return_value, asked.return_value)
-    requests.tries.assert_called_once_with("open_range", "k")
-    asked.assert_called_once_with(3, 7)
-
-
 def test_chunks_are_read_in_any_steps_and_freed_before_the_next_one_comes():
     refs: list[weakref.ref[Any]] = []
     alive: list[int] = []
@@ -467,10 +424,3 @@ def test_a_chunk_is_not_written_while_another_thread_cancels():
     assert not answer.cancel(at_once=True)
     with pytest.raises(BrokenOffError):
         answer.readinto(memoryview(into))
-
-
-def test_as_many_bytes_must_come_as_the_range_has():
-    check_came(4, 3, 7)
-    for wrong in (3, 5, 10):
-        with pytest.raises(CorruptDataError):
-            check_came(wrong, 3, 7)

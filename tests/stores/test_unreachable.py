@@ -11,7 +11,6 @@ from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import (
     BucketNotFoundError,
     ConfigError,
-    CorruptDataError,
     ObjectNotFoundError,
     PermissionDeniedError,
     StoreFullError,
@@ -21,16 +20,17 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.stores.obstore.errors import judge_obstore
-from dcp_objstore.stores.ranges import read_range
 from tests.support.scripted import Answer, RawServer, ScriptedServer, refusing
-from tests.support.servers import RcloneServer
-from tests.support.verbs import ONCE, VERBS
+from tests.support.verbs import ONCE, VERBS, check
 
 MIB = 1024 * 1024
 
 
-def at(endpoint_url: str, config: TransferConfig = ONCE) -> ObjectStore:
-    options = {"key": "a", "secret": "b", "endpoint_url": endpoint_url}
+TRANSPORTS = pytest.mark.parametrize("transport", ["native", "boto3", "fsspec"])
+
+
+def at(endpoint_url: str, config: TransferConfig = ONCE, transport: str = "native") -> ObjectStore:
+    options = {"key": "a", "secret": "b", "endpoint_url": endpoint_url, "transport": transport}
     return open_store("s3://bucket/run", options, config)
 
 
@@ -41,12 +41,16 @@ def answering() -> Iterator[Callable[[bytes], str]]:
         yield lambda answer: stack.enter_context(RawServer(answer)).address
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_refused_connection_names_the_host_and_says_what_to_check(verb):
-    with refusing() as endpoint, pytest.raises(StoreUnavailableError) as caught:
-        VERBS[verb](at(endpoint))
-    assert f"cannot reach {endpoint[7:]}: connection refused" in str(caught.value)
-    assert "check endpoint_url" in str(caught.value.advice)
+@TRANSPORTS
+def test_a_refused_connection_names_the_host_and_says_what_to_check(transport):
+    with refusing() as endpoint:
+        store = at(endpoint, transport=transport)
+        for name, verb in VERBS.items():
+            with pytest.raises(StoreUnavailableError, match=endpoint[7:]) as caught:
+                verb(store)
+            check(caught.value, store, name)
+            assert "connect" in caught.value.message
+            assert str(caught.value).count("check endpoint_url") == 1
 
 
 def test_an_unknown_host_is_said_to_be_one():
@@ -57,10 +61,13 @@ def test_an_unknown_host_is_said_to_be_one():
     )
 
 
-def test_https_where_there_is_only_http_is_a_wrong_setting(answering):
-    where = answering(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
-    with pytest.raises(ConfigError, match=r"(?s)does not speak TLS.*http://"):
-        at(f"https://{where}").head("k")
+@TRANSPORTS
+def test_https_where_there_is_only_http_is_a_wrong_setting_and_tried_once(transport):
+    with RawServer(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n") as server:
+        store = at(f"https://{server.address}", TransferConfig(), transport)
+        with pytest.raises(ConfigError, match="http://"):
+            store.put("k", b"body")
+        assert len(server.heads) == 1
 
 
 @pytest.mark.parametrize(
@@ -143,14 +150,6 @@ def test_a_server_never_reached_is_given_up_before_one_that_was_reached(serve, h
         assert "retries in" not in str(caught.value)
 
 
-def test_a_server_that_is_busy_at_first_contact_gets_all_the_patience(serve, hurried):
-    answers = iter([(503, b""), (503, b""), (200, LISTING), (404, b""), (200, LISTING)])
-    server = serve(lambda method, target: next(answers, None))
-    assert list(at(server.endpoint_url, TransferConfig(max_retries=2)).list()) == []
-    # A listing of nothing does not show that a store is there: a HEAD asks, and it is listed again.
-    assert [method for method, _, _ in server.requests] == ["GET", "GET", "GET", "HEAD", "GET"]
-
-
 BEGUN = (
     200,
     b"<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>",
@@ -177,9 +176,10 @@ def test_an_abort_that_is_refused_says_that_it_hides_the_cause(serve):
         VERBS["put_stream"](at(server.endpoint_url))
 
 
+@pytest.mark.parametrize("transport", ["native", "boto3"])
 @pytest.mark.parametrize("kind", [UnsupportedError, KeyError])
 def test_an_upload_that_its_data_ended_and_that_cannot_be_aborted_says_what_is_left(
-    serve, kind, caplog
+    serve, kind, transport, caplog
 ):
     def pieces() -> Iterator[bytes]:
         yield bytes(6 * MIB)
@@ -187,12 +187,13 @@ def test_an_upload_that_its_data_ended_and_that_cannot_be_aborted_says_what_is_l
 
     server = serve(lambda method, target: BEGUN if method == "POST" else (403, b""))
     with pytest.raises(kind, match="the data's own") as caught:
-        at(server.endpoint_url).put_stream(
+        at(server.endpoint_url, transport=transport).put_stream(
             "k", pieces(), part_size_bytes=5 * MIB, max_concurrency=2
         )
     assert "an incomplete multipart upload may be left" in str(caught.value) + caplog.text
 
 
+@pytest.mark.parametrize("transport", ["native", "boto3"])
 @pytest.mark.parametrize(
     ("code", "kind", "says"),
     [
@@ -201,31 +202,35 @@ def test_an_upload_that_its_data_ended_and_that_cannot_be_aborted_says_what_is_l
         (b"NoSuchBucket", BucketNotFoundError, "bucket does not exist"),
     ],
 )
-def test_an_upload_or_bucket_that_vanishes_in_mid_upload_is_named(serve, code, kind, says):
+def test_an_upload_or_bucket_that_vanishes_in_mid_upload_is_named(
+    serve, code, kind, says, transport
+):
     gone = b"<Error><Code>" + code + b"</Code><Message>no</Message></Error>"
     server = serve(lambda method, target: BEGUN if method == "POST" else (404, gone))
     with pytest.raises(kind, match=says):
-        VERBS["put_stream"](at(server.endpoint_url))
+        VERBS["put_stream"](at(server.endpoint_url, transport=transport))
 
 
-@pytest.mark.parametrize(
-    ("status", "code"), [(507, b"XMinioStorageFull"), (507, b""), (403, b"QuotaExceeded")]
-)
-def test_a_full_store_says_so(serve, status, code):
-    body = b"<Error><Code>" + code + b"</Code><Message>m</Message></Error>" if code else b""
-    server = serve(lambda method, target: (status, body))
-    with pytest.raises(StoreFullError, match=r"(?s)quota is reached.*remove old checkpoints"):
-        at(server.endpoint_url).put("k", b"x")
+@pytest.mark.parametrize("transport", ["native", "boto3"])
+def test_a_full_store_says_so_and_is_not_asked_again(serve, transport):
+    for status, code in (507, b"XMinioStorageFull"), (507, b""), (403, b"QuotaExceeded"):
+        body = b"<Error><Code>" + code + b"</Code><Message>m</Message></Error>" if code else b""
+        server = serve(lambda method, target, answer=(status, body): answer)
+        with pytest.raises(StoreFullError, match=r"(?s)quota is reached.*remove old checkpoints"):
+            at(server.endpoint_url, TransferConfig(), transport).put("k", b"x")
+        assert len(server.requests) == 1
 
 
-def test_a_store_that_ignores_range_is_named_as_such(tmp_path):
-    with RcloneServer(tmp_path) as server:
-        store = open_store(f"s3://{server.bucket}/run", server.storage_options)
-        store.put("k", bytes(3 * MIB))
-        with pytest.raises(CorruptDataError, match="ignores Range"):
-            read_range(store, "k", 5, 9)
-        with pytest.raises(CorruptDataError, match="ignores Range"):
-            read_range(store, "k", 5, MIB + 5)
+def test_gcsfs_asks_a_server_that_says_nothing_and_one_that_refuses_once():
+    pytest.importorskip("gcsfs")
+    forbidden = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    for answer, kind in (b"", StoreUnavailableError), (forbidden, PermissionDeniedError):
+        with RawServer(answer, hang_up=bool(answer)) as server:
+            options = {"anon": True, "endpoint_url": f"http://{server.address}"}
+            config = TransferConfig(transport="fsspec", request_timeout_seconds=2)
+            with pytest.raises(kind):
+                open_store("gs://bucket/run", options, config).put("k", b"body")
+            assert len(server.heads) == 1
 
 
 def test_once_an_object_was_put_the_head_of_an_absent_one_is_one_request():

@@ -22,7 +22,6 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.protocol import UnfinishedUpload
 from dcp_objstore.stores.spec import open_uploads
-from tests.support.bucket_rules import incomplete_upload_rule
 from tests.support.scripted import Scripted
 from tests.support.servers import READ_ONLY, Bucket
 from tests.support.unfinished_uploads import PART, begin_upload
@@ -154,28 +153,8 @@ def test_rule_for_gcs_is_in_its_own_form():
     assert one["condition"] == {"age": 2, "matchesPrefix": ["run/"]}
 
 
-# --- what the bucket says of itself
-
-
-@pytest.mark.backends("moto")
-def test_days_after_which_the_bucket_removes_uploads_are_those_of_its_rule(bucket, ruled):
-    assert incomplete_upload_rule(ruled) is None
-    bucket.client().put_bucket_lifecycle_configuration(
-        Bucket="with-rules",
-        LifecycleConfiguration=json.loads(lifecycle_configuration("s3", "run/")),
-    )
-    assert incomplete_upload_rule(ruled) == 2
-    assert incomplete_upload_rule(ruled.at("s3://with-rules/elsewhere")) is None
-
-
-def test_a_bucket_without_rules_has_none(bucket):
-    spec = StoreSpec(bucket.url, bucket.storage_options)
-    assert incomplete_upload_rule(spec) is None
-
-
 def test_what_a_server_refuses_to_say_is_a_typed_error():
     with Scripted() as scripted:
-        spec = scripted.spec()
         for status, code, expected in (
             (501, "NotImplemented", UnsupportedError),
             (405, "MethodNotAllowed", UnsupportedError),
@@ -184,6 +163,4 @@ def test_what_a_server_refuses_to_say_is_a_typed_error():
             body = f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode()
             scripted.answer = lambda *_, s=status, b=body: (s, {}, b)
             with pytest.raises(expected):
-                incomplete_upload_rule(spec)
-    with pytest.raises(UnsupportedError):
-        incomplete_upload_rule(StoreSpec("memory://x"))
+                open_uploads(scripted.spec()).lifecycle_rules()

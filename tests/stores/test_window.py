@@ -71,11 +71,6 @@ def test_the_first_transfer_has_085_of_the_best_fixed_numbers_throughput(gib, pi
     assert to_best(store, gib, FAR, piece_mib, mib) >= 0.85
 
 
-def test_a_small_transfer_before_a_large_one_says_nothing_of_the_line():
-    after_a_small_one = FAR.begun(0.0, 1).moved(0.03, 4096, 1)
-    assert to_best(S3, 1, after_a_small_one, None, 16) >= 0.85
-
-
 def test_the_next_transfers_begin_with_what_the_last_one_found():
     store = dataclasses.replace(S3, link_mib_per_second=5000)
     rank = transfer(store, 4, FAR, piece_mib=None)
@@ -100,18 +95,6 @@ def test_a_store_that_answers_at_once_gets_8_requests_however_busy_the_machine(b
     )
     rank = transfer(store, 1, NEAR, step_seconds=0.0005)
     assert set(rank.windows) == {8}
-
-
-@pytest.mark.parametrize("gain", [1.0, 1.1, 1.5, 2.0])
-def test_a_larger_window_is_kept_if_it_moves_more(gain):
-    window, now = Window(8.0).begun(0.0, 1), 0.0
-    sizes = {window.size}
-    for _ in range(1000):
-        now += 0.01 if window.size == 8 else 0.01 / gain
-        window = window.moved(now, 4 << 20, int(window.size))
-        sizes.add(window.size)
-    assert sizes == {8.0, 16.0} if gain < 1.15 else {8.0, 16.0, 32.0}
-    assert (window.size > 8) or gain < 1.15
 
 
 def test_a_larger_window_is_not_judged_by_requests_that_were_begun_before():
@@ -258,21 +241,14 @@ def test_a_larger_window_must_move_15_per_cent_more_than_the_one_before(mib_per_
     assert (judged.trying is None) == (size == 8)
 
 
-def test_a_window_that_is_not_used_does_not_change():
-    window = Window(8.0).begun(0.0, 1)
-    for number in range(1, 1000):
-        window = window.moved(number / 100, 4 << 20, 5)
-    assert window.size == 8
-
-
 def test_a_link_that_a_few_connections_fill_is_filled():
     store = dataclasses.replace(S3, link_mib_per_second=240)
     assert transfer(store, 4, FAR).mib_per_second >= 0.95 * 240
 
 
 @pytest.mark.parametrize("timeout_seconds", [16.0, 150.0])
-@pytest.mark.parametrize("window", [FAR, NEAR, Window()])
-@pytest.mark.parametrize("link_mib_per_second", [20, 6, 3])
+@pytest.mark.parametrize("window", cases([FAR, NEAR, Window()], default=[FAR, NEAR]))
+@pytest.mark.parametrize("link_mib_per_second", cases([20, 6, 3], default=[3]))
 def test_on_a_slow_line_no_request_times_out(window, timeout_seconds, link_mib_per_second):
     store = dataclasses.replace(S3, link_mib_per_second=link_mib_per_second)
     gib = 1 if link_mib_per_second == 20 else 0.5
@@ -386,7 +362,6 @@ def _earlier(window: Window) -> Window:
     return msgspec.structs.replace(window, round=moved, cut_at=-600.0)
 
 
-TOGETHER = [0.0] * 8
 ONE_BY_ONE = [0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1]
 
 
@@ -399,14 +374,13 @@ def _shares(ranks: list[Rank]) -> list[float]:
 
 
 @pytest.mark.parametrize("noise", cases([0.0, 0.4], default=[0.4]))
-@pytest.mark.parametrize("starts", cases([TOGETHER, ONE_BY_ONE], default=[ONE_BY_ONE]))
-def test_of_eight_ranks_on_one_link_none_has_less_than_half_of_its_fair_share(starts, noise):
-    ranks = [Rank(FAR, [8.0] * 256, piece_mib=4.0, starts_at=start) for start in starts]
+def test_of_eight_ranks_on_one_link_none_has_less_than_half_of_its_fair_share(noise):
+    ranks = [Rank(FAR, [8.0] * 128, piece_mib=4.0, starts_at=start) for start in ONE_BY_ONE]
     store = dataclasses.replace(S3, noise=noise)
     simulate(store, ranks, seed=3, step_seconds=0.005)
     assert min(_shares(ranks)) >= 0.5
     seconds = max(rank.ended_at for rank in ranks)
-    assert 8 * 256 * 8 / seconds >= 0.85 * store.link_mib_per_second
+    assert 8 * 128 * 8 / seconds >= 0.85 * store.link_mib_per_second
 
 
 @pytest.mark.parametrize("store", [S3, LOOPBACK])
@@ -415,12 +389,6 @@ def test_a_store_of_20_answers_a_second_gets_at_most_13_of_the_requests(store):
     for seed in range(3):
         rank = transfer(throttling, 1, FAR if store is S3 else NEAR, seed=seed, mib=8)
         assert rank.sent <= 1.3 * len(rank.done) == 1.3 * 128
-
-
-def test_eight_ranks_at_a_store_of_20_answers_a_second_send_at_most_13():
-    ranks = [Rank(FAR, [8.0] * 192, piece_mib=4.0) for _ in range(8)]
-    simulate(dataclasses.replace(S3, requests_per_second=20.0), ranks, step_seconds=0.02)
-    assert sum(rank.sent for rank in ranks) <= 1.3 * 8 * 192
 
 
 # What happens, how much later, how long ago the request was begun, how many are in flight, what was
@@ -486,11 +454,3 @@ def test_whatever_happened_it_recovers(events, per_second):
     assert not window.is_throttled
     assert window.rate(now) == math.inf
     assert window.allowed() >= 8
-
-
-def test_what_loads_moved_says_nothing_of_saves():
-    window = Window().begun(0.0, 1)
-    for number in range(1, 65):
-        window = window.moved(number / 10, 64 << 20, 8, "open_range")
-    assert window.allowed(16 << 20, 150, "open_range") == AUTO_MOST
-    assert window.allowed(16 << 20, 150, "put_stream") == Window().allowed(16 << 20, 150)

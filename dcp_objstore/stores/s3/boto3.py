@@ -255,11 +255,20 @@ class JoinedBuffers(io.RawIOBase):
             self._check()
         if size is None or size < 0:
             return b"".join(iter(lambda: self.read(_SEND_BYTES), b""))
-        if size == 0 or self._position >= len(self):
-            return b""
+        return b"" if size == 0 else self._next(_SEND_BYTES)
+
+    def readinto(self, into: Any) -> int:
+        """Copy the next bytes to the front of `into`: awscrt signs a body by this."""
+        view = self._next(len(into))
+        into[: len(view)] = view
+        return len(view)
+
+    def _next(self, most_bytes: int) -> memoryview:
+        if self._position >= len(self):
+            return memoryview(b"")
         number = bisect_right(self._starts, self._position) - 1
         first = self._position - self._starts[number]
-        view = self._buffers[number][first : first + _SEND_BYTES]
+        view = self._buffers[number][first : first + most_bytes]
         self._position += len(view)
         return view
 
