@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from dcp_objstore.stores import StoreSpec
     from dcp_objstore.write.async_save import AsyncSaveHandle
 
-# The most steps that are deleted after one commit, so that it is not followed by hours of
-# deletions. The next commit goes on with them.
-_AT_A_TIME = 64
 # A sweep costs a listing of the run and a request for each step, and removes what is a day old.
 _SWEEP_EVERY_SECONDS = 3600.0
 
@@ -75,13 +72,15 @@ class Deletions:
 
     Args:
         grace_seconds: how long the objects of a deleted checkpoint stay for readers.
+        clock: returns the time in seconds.
 
     Raises:
         ConfigError: `grace_seconds` is not a number, 0 or more.
     """
 
-    def __init__(self, grace_seconds: float) -> None:
+    def __init__(self, grace_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._grace_seconds = check_deletion_grace(grace_seconds)
+        self._clock = clock
         # For each deletion: when its objects may go, its checkpoint, and the commit's id.
         self._due: deque[tuple[float, StoreSpec, str]] = deque()
 
@@ -91,7 +90,7 @@ class Deletions:
             spec, claim, grace_seconds=self._grace_seconds, allow_newest=allow_newest
         )
         if self._grace_seconds:
-            due_at = time.monotonic() + self._grace_seconds
+            due_at = self._clock() + self._grace_seconds
             self._due.append((due_at, spec, report.commit_id))
         self.remove_due()
 
@@ -101,7 +100,7 @@ class Deletions:
         Raises:
             DcpObjstoreError: the store refused or failed.
         """
-        while self._due and self._due[0][0] <= time.monotonic():
+        while self._due and self._due[0][0] <= self._clock():
             _, spec, commit_id = self._due.popleft()
             remove_deleted(spec.open(), commit_id)
 
@@ -115,6 +114,9 @@ class Retainer:
         grace_seconds: how long the objects of a deleted step stay.
         sweeps: sweep the run after the first commit, and then once an hour.
         names: the names of its steps.
+        at_a_time: the most steps that are deleted after one commit, so that it is not followed by
+            hours of deletions. The next commit goes on with them.
+        clock: returns the time in seconds.
 
     Attributes:
         names: the names of the run's steps.
@@ -131,11 +133,15 @@ class Retainer:
         grace_seconds: float = 0.0,
         sweeps: bool = True,
         names: StepNames = STEP_NAMES,
+        at_a_time: int = 64,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.names = names
         self._run = run
         self._policy = policy
-        self.deletions = Deletions(grace_seconds)
+        self._at_a_time = at_a_time
+        self._clock = clock
+        self.deletions = Deletions(grace_seconds, clock)
         self._sweeps = sweeps
         self._swept_at: float | None = None
         self._sweeper: Spawned | None = None
@@ -184,7 +190,7 @@ class Retainer:
         }
         facts = [_facts(number, step) for number, step in steps.items()]
         plan = plan_deletions(facts, policy, in_use={newest, self.resumed})
-        for step in [step for step in plan if not steps[step].marker.pins][:_AT_A_TIME]:
+        for step in [step for step in plan if not steps[step].marker.pins][: self._at_a_time]:
             self._delete(steps[step].name)
 
     def sweep(self) -> None:
@@ -192,7 +198,7 @@ class Retainer:
 
         A `DcpObjstoreError` is logged, not raised.
         """
-        now = time.monotonic()
+        now = self._clock()
         rested = self._swept_at is None or now - self._swept_at >= _SWEEP_EVERY_SECONDS
         if not (self._sweeps and rested) or self._ended.is_set():
             return

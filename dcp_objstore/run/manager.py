@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -441,7 +440,7 @@ class CheckpointManager:
         self._unsaved = None if known else (step, state, described)
         self._trained.last = step, known
         reasons = self._consensus.reached()
-        timed = _timer(saves) in reasons
+        timed = saves.next_timed in reasons
         self._steps_unasked += self._preempted
         if self._steps_unasked == _STEPS_UNASKED:
             logger.warning(
@@ -580,9 +579,8 @@ class CheckpointManager:
             wanted.add(_PREEMPTED)
         saves = self._saves
         assert saves is not None
-        if self._every_seconds is not None and saves.is_idle():
-            passed_seconds = time.monotonic() - saves.begun_at
-            wanted |= {_timer(saves)} if passed_seconds >= self._every_seconds else set()
+        if self._every_seconds is not None and saves.is_time(self._every_seconds):
+            wanted.add(saves.next_timed)
         return frozenset(wanted)
 
     # --- loading
@@ -716,15 +714,6 @@ class CheckpointManager:
         self._set_up()
         url = step_url(self._url, step)
         return on_first(lambda: change(url, name, **self._access), self._url, self._group)
-
-
-def _timer(saves: RunSaves) -> str:
-    """Return the request for the save after the last one that has begun.
-
-    It is void once that save, or another, has begun: the ranks agree on it a while after the timer
-    has asked, and the timer asks again until a save begins.
-    """
-    return f"timer-{saves.begun}"
 
 
 def _intervals(every: int | timedelta | None) -> tuple[int | None, float | None]:

@@ -17,9 +17,6 @@ from dcp_objstore.forking import in_forked_child
 from dcp_objstore.observe.report import logger
 from dcp_objstore.threads import in_main_thread, spawn
 
-_CHECK_EVERY_SECONDS = 0.25
-_SLOW_CHECK_SECONDS = 30.0  # a check that takes longer is mentioned once
-
 # The watches that record signals. A forked child inherits their handlers, but nothing there checks
 # whether a signal came.
 _installed: weakref.WeakSet[PreemptionWatch] = weakref.WeakSet()
@@ -79,9 +76,19 @@ class PreemptionWatch:
 
     Args:
         preemption: the signals to catch, and the check.
+        check_every_seconds: the pause between two calls of the check.
+        slow_check_seconds: a check that takes longer is mentioned once.
     """
 
-    def __init__(self, preemption: Preemption) -> None:
+    def __init__(
+        self,
+        preemption: Preemption,
+        *,
+        check_every_seconds: float = 0.25,
+        slow_check_seconds: float = 30.0,
+    ) -> None:
+        self._check_every_seconds = check_every_seconds
+        self._slow_check_seconds = slow_check_seconds
         self._signals = tuple(preemption.signals)
         self._check = preemption.check
         self._before: dict[signal.Signals, Any] = {}
@@ -96,13 +103,14 @@ class PreemptionWatch:
     def announced(self) -> bool:
         """Return whether the job must end. The first call starts the thread of the check."""
         if self._check is not None and self._called_at is None:
-            spawn(partial(_keep_checking, weakref.ref(self)), "preemption-check")
+            keep_checking = partial(_keep_checking, weakref.ref(self), self._check_every_seconds)
+            spawn(keep_checking, "preemption-check")
             self._called_at = time.monotonic()
-        elif time.monotonic() - (self._called_at or math.inf) >= _SLOW_CHECK_SECONDS:
+        elif time.monotonic() - (self._called_at or math.inf) >= self._slow_check_seconds:
             self._warn(
                 "the check for preemption has not returned for %d s; signals and timed saves do not"
                 " wait for it",
-                _SLOW_CHECK_SECONDS,
+                self._slow_check_seconds,
             )
         return self._announced
 
@@ -211,8 +219,8 @@ class PreemptionWatch:
         self.raise_held()
 
 
-def _keep_checking(ref: weakref.ref[PreemptionWatch]) -> None:
+def _keep_checking(ref: weakref.ref[PreemptionWatch], every_seconds: float) -> None:
     """Call a watch's check until it need not be called; hold no watch in between."""
     while (watch := ref()) is not None and watch._asks_again():
         del watch
-        time.sleep(_CHECK_EVERY_SECONDS)
+        time.sleep(every_seconds)

@@ -54,8 +54,6 @@ class RunSaves:
     """The saves of this job in a run. All ranks call its methods, except those marked "Local".
 
     Attributes:
-        begun: how often a save has begun, or the job has resumed; the same on all ranks.
-        begun_at: the time of the last of these, or of the job's begin, by the monotonic clock.
         failed: the number of background saves that have failed since the last commit; the same on
             all ranks.
     """
@@ -85,12 +83,26 @@ class RunSaves:
         self._may_be_behind = True
         self._saved: set[int] = set()
         self._tried: set[int] = set()  # steps whose saves have failed: they may be committed
-        self.begun = self.failed = 0
-        self.begun_at = time.monotonic()
+        self.failed = 0
+        self._begun = 0  # how often a save has begun, or the job has resumed
+        self._begun_at = time.monotonic()
 
     def _note_begin(self) -> None:
-        self.begun += 1
-        self.begun_at = time.monotonic()
+        self._begun += 1
+        self._begun_at = time.monotonic()
+
+    @property
+    def next_timed(self) -> str:
+        """The request for the save after the last one that has begun; the same on all ranks.
+
+        It is void once that save, or another, has begun: the ranks agree on it a while after the
+        timer has asked, and the timer asks again until a save begins.
+        """
+        return f"timer-{self._begun}"
+
+    def is_time(self, every_seconds: float) -> bool:
+        """Return whether no save is under way, and the last one began so long ago. Local."""
+        return self.is_idle() and time.monotonic() - self._begun_at >= every_seconds
 
     def is_idle(self) -> bool:
         """Return whether no save is under way in the background of this rank. Local."""

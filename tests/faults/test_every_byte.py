@@ -90,11 +90,11 @@ def check_every(checkpoint: Path, damages: Damages, stride: int) -> dict[str, tu
 # The strides have no common factor with the powers of two in which things are laid out.
 @pytest.mark.parametrize("damages", [flips, truncations])
 def test_no_damage_loads_a_wrong_value(checkpoint, damages):
-    counts = check_every(checkpoint, damages, stride=101)
+    counts = check_every(checkpoint, damages, stride=211)
     # Marker and index carry digests of all their bytes.
     for name in ("_COMMIT", "index"):
         refused, tried = counts[name]
-        assert refused == tried > 5
+        assert refused == tried > 2
     assert counts["__0_0"][0] > 0
 
 

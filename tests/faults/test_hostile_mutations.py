@@ -1,6 +1,6 @@
 """Valid checkpoints, mutated at random: what still decodes is within bounds, all else is ours.
 
-A few hundred examples by default; `pytest -m campaign` takes many more.
+150 examples of each kind by default; `pytest -m campaign` takes many more.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.support import hostile, pickles as p
 from tests.support.memory_store import MemoryStore
 from tests.support.stock_checkpoints import check_promises
 
-quick = settings(deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
+quick = settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
 thorough = settings(quick, max_examples=20_000)
 
 METADATA = p.metadata(

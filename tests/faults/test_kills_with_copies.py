@@ -180,11 +180,6 @@ def kill_often(bucket: Bucket, path: Path, seed: int, kills: int) -> Counter[str
     return rack.counts
 
 
-def test_a_job_that_is_killed_goes_on_from_its_nodes(bucket, tmp_path):
-    counts = kill_often(bucket, tmp_path, 0, 1)
-    assert counts["resumed"] > 0
-
-
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(1, 9))

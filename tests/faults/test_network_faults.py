@@ -3,7 +3,7 @@
 A proxy on the way to a real server stalls and cuts connections. How long a call may take is the
 time-out of its job: a rank that is not done by then is killed, and says that it hung.
 
-    pytest tests/faults/test_network_faults.py -m campaign -n 0 -s     # 29 more seeds
+    pytest tests/faults/test_network_faults.py -m campaign -n 0 -s     # 30 seeds, and more stalls
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dcp_objstore.errors import (
     RetryableError,
     TransferStalledError,
 )
+from tests.support.campaign import cases
 from tests.support.checkpoints import assert_nothing_visible
 from tests.support.launcher import Outcome, Ranks
 from tests.support.proxy import Asked, Cut, Fault, NetworkProxy
@@ -116,13 +117,7 @@ def assert_orphans_are_reported(bucket: Bucket, name: str) -> None:
 # --- stalls
 
 
-@pytest.mark.parametrize(
-    ("stalled", "world_size"),
-    [
-        pytest.param(0, 4, id="coordinator", marks=pytest.mark.campaign),
-        pytest.param(1, 2, id="other-rank"),
-    ],
-)
+@pytest.mark.parametrize(("stalled", "world_size"), cases([(0, 4), (1, 2)], default=[(1, 2)]))
 def test_a_stalled_rank_fails_the_save_soon_and_typed_on_every_rank(
     bucket, proxy, stalled, world_size
 ):
@@ -142,19 +137,12 @@ def test_a_stalled_rank_fails_the_save_soon_and_typed_on_every_rank(
     held.release()
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        pytest.param(lambda asked: asked.name == "_COMMIT", id="begin", marks=pytest.mark.campaign),
-        pytest.param(lambda asked: "/.probe-" in asked.key, id="probe", marks=pytest.mark.campaign),
-        pytest.param(lambda asked: asked.is_listing, id="check", marks=pytest.mark.campaign),
-        pytest.param(lambda asked: asked.name.startswith("index."), id="index"),
-    ],
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("what", ["_COMMIT", ".probe-", "index."])
 def test_a_coordinator_stalled_before_the_commit_fails_every_ranks_save(bucket, proxy, what):
     """Small requests obey the stall time-out, although their own time-outs are minutes."""
     url, options = bucket.at("step-1"), bucket.storage_options
-    held = proxy.hold(what)
+    held = proxy.hold(lambda asked: asked.name.startswith(what))
     ways, configs = [proxy.storage_options, options], [IMPATIENT, PATIENT]
     outcomes = end_soon(save, url, ways, configs)
     for outcome in outcomes:
@@ -165,13 +153,8 @@ def test_a_coordinator_stalled_before_the_commit_fails_every_ranks_save(bucket, 
     held.release()
 
 
-@pytest.mark.parametrize(
-    "reading",
-    [
-        pytest.param(True, id="store"),
-        pytest.param(False, id="put-alone", marks=pytest.mark.campaign),
-    ],
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("reading", [True, False], ids=["store", "put-alone"])
 def test_a_store_that_stalls_at_the_commit_leaves_its_outcome_unknown_soon(bucket, proxy, reading):
     """Whether the marker can be read meanwhile or not: what was sent may still land."""
     url, options = bucket.at("step-1"), bucket.storage_options
@@ -193,30 +176,6 @@ def test_a_store_that_stalls_at_the_commit_leaves_its_outcome_unknown_soon(bucke
 
 
 @pytest.mark.campaign
-def test_a_store_that_stalls_after_the_commit_does_not_hold_the_save_up(bucket, proxy):
-    url, options = bucket.at("step-1"), bucket.storage_options
-    held = proxy.hold(lambda asked: asked.name == ".metadata" and asked.method == "PUT")
-    ways, configs = [proxy.storage_options, options], [IMPATIENT, PATIENT]
-    run_ranks(2, save, url, ways, configs, timeout_seconds=SOON_SECONDS)
-    assert held.reached
-    assert_loads(url, options)
-    held.release()
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("name", ["_COMMIT", "index."])
-def test_a_load_that_is_stalled_before_its_first_byte_fails_soon_on_every_rank(bucket, proxy, name):
-    url, options = bucket.at("step-1"), bucket.storage_options
-    run_ranks(2, save, url, [options], [PATIENT])
-    held = proxy.hold(lambda asked: asked.name.startswith(name), "answer", after_bytes=20)
-    ways = [proxy.storage_options]
-    for outcome in end_soon(load, url, ways * 2, [IMPATIENT]):
-        assert isinstance(outcome.error, RetryableError), str(outcome)
-    assert held.reached
-    held.release()
-
-
-@pytest.mark.campaign
 def test_one_stalled_connection_only_delays_a_save(bucket, proxy):
     url = bucket.at("step-1")
     held = proxy.hold(is_part, after_bytes=MIB, times=1)
@@ -230,25 +189,7 @@ def test_one_stalled_connection_only_delays_a_save(bucket, proxy):
     held.release()
 
 
-@pytest.mark.campaign
-def test_a_slow_network_is_no_stall(bucket, proxy):
-    """A part takes nearly half of the stall time-out; all of a rank's take longer than that."""
-    url = bucket.at("step-1")
-    proxy.bytes_per_second = 4 * MIB
-    config = dos.TransferConfig(
-        part_size_bytes=PART_SIZE_BYTES, upload_concurrency=1, stall_timeout_seconds=3
-    )
-    run_ranks(2, save, url, [proxy.storage_options], [config], timeout_seconds=150)
-    assert_loads(url, bucket.storage_options)
-
-
-@pytest.mark.parametrize(
-    "stalled",
-    [
-        pytest.param(0, id="coordinator", marks=pytest.mark.campaign),
-        pytest.param(1, id="other-rank"),
-    ],
-)
+@pytest.mark.parametrize("stalled", cases([0, 1], default=[1]))
 def test_a_stalled_load_fails_soon_and_typed_on_every_rank(bucket, proxy, stalled):
     url, options = bucket.at("step-1"), bucket.storage_options
     run_ranks(3, save, url, [options], [PATIENT])
@@ -320,9 +261,8 @@ class Cutter:
         return cut
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(1, 30))]
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(30))
 def test_connections_cut_at_random_only_delay_a_save_and_a_load(bucket, proxy, seed):
     url, ways = bucket.at("step-1"), [proxy.storage_options]
     config = dos.TransferConfig(part_size_bytes=PART_SIZE_BYTES, request_size_bytes=4 * MIB)
@@ -340,7 +280,7 @@ def test_connections_cut_at_random_only_delay_a_save_and_a_load(bucket, proxy, s
     assert saving + proxy.cuts > 0
 
 
-@pytest.mark.parametrize("side", [pytest.param("request", marks=pytest.mark.campaign), "answer"])
+@pytest.mark.parametrize("side", cases(["request", "answer"], default=["answer"]))
 def test_a_save_survives_the_loss_of_every_kind_of_request_and_answer(bucket, proxy, side):
     """Each once: nothing of the request arrives; or it takes effect, and its answer is lost."""
     url = bucket.at("step-1")
@@ -377,24 +317,18 @@ def server() -> Iterator[SeaweedServer]:
         yield server
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        pytest.param(is_part, id="upload", marks=pytest.mark.campaign),
-        pytest.param(lambda asked: asked.is_listing, id="check", marks=pytest.mark.campaign),
-        pytest.param(lambda asked: asked.method == "PUT" and asked.name == "_COMMIT", id="commit"),
-    ],
-)
+def commits(asked: Asked) -> bool:
+    return asked.method == "PUT" and asked.name == "_COMMIT"
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("moment", [is_part, commits])
 def test_a_server_that_is_killed_and_restarted_in_mid_save_only_delays_it(server, crew, moment):
-    bucket = Bucket(
-        "seaweed",
-        f"s3://{BUCKET}/{secrets.token_hex(4)}",
-        server.storage_options,
-        server.storage_options,
-    )
+    options = server.storage_options
+    bucket = Bucket("seaweed", f"s3://{BUCKET}/{secrets.token_hex(4)}", options, options)
     url = bucket.at("step-1")
     config = dos.TransferConfig(part_size_bytes=PART_SIZE_BYTES)
-    with NetworkProxy(server.storage_options) as proxy:
+    with NetworkProxy(options) as proxy:
         # The rest of the request never arrives, and nobody is there to hear the next ones.
         held = proxy.hold(moment, after_bytes=100)
         job = crew.start(2, save, url, [proxy.storage_options], [config], timeout_seconds=150)
@@ -405,6 +339,6 @@ def test_a_server_that_is_killed_and_restarted_in_mid_save_only_delays_it(server
         server.restart()
         outcomes = job.end()
     assert not any(one.failed for one in outcomes), [str(one) for one in outcomes]
-    assert_loads(url, server.storage_options)
+    assert_loads(url, options)
     assert any(moment(asked) for asked in proxy.asked[before:]), "it was asked again"
     assert_orphans_are_reported(bucket, "step-1")

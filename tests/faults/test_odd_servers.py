@@ -102,12 +102,9 @@ VERBS: dict[str, Callable[[OddServer, dict[str, object], Path], None]] = {
 TABLE = [(b, t, v) for b in BEHAVIOURS for t in TRANSPORTS for v in VERBS]
 DEFAULT = [
     ("weak ETags", "native", "delete"),
-    ("one request at a time", "native", "load"),
     ("chunked answers", "fsspec", "resume"),
     ("answers without a length", "native", "export"),
     ("a lost Complete", "native", "save"),
-    ("400 RequestTimeout", "native", "export there"),
-    ("empty segments", "native", "resume"),
 ]
 
 

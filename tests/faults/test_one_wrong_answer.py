@@ -317,7 +317,7 @@ def outcome(first: Bucket, operation: Operation, at: Asked, wrong: Wrong) -> str
 
 
 # By default a part of all cases is run, another one for each operation.
-_SHARES = 48
+_SHARES = 96
 
 
 def share(first: Bucket, operation: Operation, number: int) -> Iterator[tuple[str, str]]:

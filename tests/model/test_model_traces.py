@@ -296,7 +296,7 @@ def _told(stage: Stage, why: str, path: Path | None = None) -> str:
 
 
 def test_what_the_code_does_is_a_path_in_the_model():
-    for seed in range(120):
+    for seed in range(64):
         run(seed)
 
 
@@ -321,7 +321,7 @@ def test_what_the_code_does_is_a_path_in_the_model():
             UNREAD,
             UNPINNED,
         ],
-        default=["no fence", "tombstone removed", LATE_LOOK, UNREAD],
+        default=["no fence", LATE_LOOK],
     ),
 )
 def test_a_mutant_is_no_model_of_the_code(mutant):
@@ -388,7 +388,7 @@ def _faults_of(operation: Operation, order: Order) -> Iterator[tuple[int, str, s
 
 
 # Requests of every kind, and what each rule does.
-_DEFAULT = ["save over another", "delete now", "sweep what was replaced", "repair", "copy", "load"]
+_DEFAULT = ["save over another", "delete now", "repair", "load"]
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ _DEFAULT = ["save over another", "delete now", "sweep what was replaced", "repai
         + [(name, reverse) for name in OPERATIONS if name.startswith("save")],
         default=[
             *((name, as_given) for name in _DEFAULT),
-            ("save where a deletion was left", reverse),
+            ("save", reverse),
         ],
     ),
 )
@@ -490,7 +490,7 @@ def play(seed: int) -> Stage:
 
 
 def test_drawn_faults_of_every_kind_are_answered_truly_and_heal():
-    for seed in range(100):
+    for seed in range(50):
         play(seed)
 
 
@@ -508,12 +508,12 @@ def test_drawn_faults_meet_everything_that_they_are_for():
 def test_the_same_seed_gives_the_same_log():
     for act in (run, play):
         seen_logs = set()
-        for seed in range(20):
+        for seed in range(6):
             first, second = act(seed), act(seed)
             assert first.log == second.log
             assert len(first.log) > 10
             seen_logs.add(tuple(first.log))
-        assert len(seen_logs) == 20
+        assert len(seen_logs) == 6
 
 
 @pytest.mark.campaign
@@ -566,9 +566,9 @@ def in_any_order(seed: int, steps: int) -> Counter[str]:
 
 def test_any_order_of_operations_crashes_and_faults_does_what_the_reference_says():
     done = Counter[str]()
-    for seed in range(60):
+    for seed in range(30):
         done += in_any_order(seed, 40)
-    assert min(done.values()) > 180, done
+    assert min(done.values()) > 90, done
 
 
 @pytest.mark.campaign

@@ -22,9 +22,8 @@ from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.catalogue import decode_claim
 from dcp_objstore.checkpoint.marker import decode_marker
 from dcp_objstore.checkpoint.names import CLAIM_KEY, DOT_METADATA_KEY, MARKER_KEY
-from dcp_objstore.distributed.step_consensus import StepConsensus
 from dcp_objstore.errors import PermissionDeniedError
-from dcp_objstore.run import sweep as sweeping
+from dcp_objstore.run import follow, sweep as sweeping
 from dcp_objstore.run.housekeeping import Retainer
 from dcp_objstore.stores.spec import StoreSpec
 from dcp_objstore.write.async_save import AsyncSaveHandle, _saves
@@ -32,6 +31,7 @@ from tests.crash.jobs import in_memory
 from tests.crash.judging import quiet
 from tests.crash.process import Connection, KilledError, Process, uploads
 from tests.support.campaign import cases
+from tests.support.managers import end_of, noticed_at_each_step
 from tests.support.memory_store import Bucket
 from tests.support.run_model import ANY_ERROR, Act, Settings, Step, World, loss
 
@@ -116,13 +116,28 @@ def _policies(keep: tuple[tuple[str, int], ...]) -> list[dos.RetentionPolicy] | 
 
 
 class Player:
-    """Does the acts, on a bucket in memory."""
+    """Does the acts, on a bucket in memory.
 
-    def __init__(self) -> None:
+    Args:
+        skip_to_newest: of the follower.
+    """
+
+    def __init__(self, *, skip_to_newest: bool) -> None:
         self.bucket = There.bucket = Bucket()
         self.managers: dict[str, dos.CheckpointManager] = {}
         self.named: dict[int, set[str]] = {}  # the keys of each commit, by what it holds
+        self.dropped: list[dos.reports.ListedCheckpoint] = []
         self.callbacks = 0  # that are still to be called
+        self.follower = follow._Follower(
+            run=StoreSpec(RUN),
+            after=None,
+            until=None,
+            skip_to_newest=skip_to_newest,
+            timeout_seconds=0.0,
+            poll_seconds=1.0,
+            pin=None,
+            on_dropped=self.dropped.append,
+        )
 
     def do(self, act: Act) -> str:
         """Do an act; return what the job is told."""
@@ -140,12 +155,8 @@ class Player:
 
     def _settle(self) -> None:
         """Wait for what goes on in the background; the managers do not know of its end yet."""
-        for handle in _saves.here.unsettled:
-            assert handle._ended.wait(60), f"{handle} hangs"
-        for thread in threading.enumerate():
-            if thread.name in {"dcp_objstore-upkeep", "dcp_objstore-async-save"}:
-                thread.join(60)
-                assert not thread.is_alive(), f"{thread.name} hangs"
+        end_of("async-save")
+        end_of("upkeep")
 
     def start(self, act: Act, settings: Settings) -> None:
         """Begin a job, which catches signals."""
@@ -309,6 +320,16 @@ class Player:
 
     # --- what is there
 
+    def followed(self) -> tuple[list[tuple[int | None, object]], set[object]]:
+        """Return number and content of each step that comes to a follower, and what it dropped."""
+        There.process = Process()
+        self.follower.poll_at = 0.0
+        came: list[tuple[int | None, object]] = []
+        self.dropped.clear()
+        while (step := self.follower._next()) is not None:
+            came.append((step.step, step.user_metadata["value"]))
+        return came, {step.user_metadata["value"] for step in self.dropped}
+
     def _named(self, prefix: str, index: str) -> set[str]:
         """Return the keys of a commit, which is whole."""
         body, _ = self.bucket.objects[prefix + index]
@@ -351,7 +372,11 @@ class History:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.draw = random.Random(seed)
-        self.player = Player()
+        self.polls = random.Random(seed)
+        self.skips = seed % 2 == 1
+        self.player = Player(skip_to_newest=self.skips)
+        self.passed: set[int] = set()  # the contents of the steps that came to a follower, or never
+        self.came: dict[int, int] = {}  # the numbers of those that came and count, by content
         self.worlds = [World()]
         self.done: list[str] = []
 
@@ -404,6 +429,24 @@ class History:
             if told and world.steps == seen and world not in self.worlds:
                 self.worlds.append(world)
         assert self.worlds, self._difference(answer, seen, expected)
+        if self.polls.random() < 0.6:
+            self._follow(seen)
+
+    def _follow(self, seen: dict[int, Step]) -> None:
+        """Compare what a follower is told with what users are told of `follow`."""
+        dropped = set()
+        for value, number in list(self.came.items()):
+            now = seen.get(number)
+            if now is None or not now.counts or now.value != value:
+                del self.came[value]
+                dropped |= {value} if now is not None and not now.deleted else set()
+        counting = [(number, seen[number].value) for number in sorted(seen) if seen[number].counts]
+        new = [(number, value) for number, value in counting if value not in self.passed]
+        self.passed |= {value for _, value in new}
+        came = new[-1:] if self.skips else new
+        self.came |= {value: number for number, value in came}
+        found = self.player.followed()
+        assert found == (came, dropped), self._difference(f"followed: {found}", seen, [])
 
     def _settings(self) -> Settings:
         draw = self.draw
@@ -447,21 +490,15 @@ _HOW = {
 @pytest.fixture(autouse=True, scope="module")
 def stores() -> Iterator[None]:
     """All stores are in memory, and signals are noticed at the next step."""
-    reached, committed = StepConsensus.reached, Retainer.committed
-
-    def looks(consensus: StepConsensus) -> frozenset[str]:
-        consensus._look()
-        return reached(consensus)
+    committed = Retainer.committed
 
     def in_upkeep(retainer: Retainer, step: int) -> None:
         _in_upkeep.set(True)  # of this thread
         committed(retainer, step)
 
-    with in_memory(), quiet(), pytest.MonkeyPatch.context() as patch:
+    with in_memory(), quiet(), noticed_at_each_step(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(StoreSpec, "open", _connect)
         patch.setattr(sweeping, "open_uploads", lambda spec: _connect(spec).uploads())
-        patch.setattr(StepConsensus, "start", lambda _: None)
-        patch.setattr(StepConsensus, "reached", looks)
         patch.setattr(Retainer, "committed", in_upkeep)
         There.bucket, There.process = Bucket(), Process()
         with dos.CheckpointManager(RUN) as run:  # what is asked once is asked now
@@ -480,7 +517,7 @@ def history(seed: int) -> None:
             played.player.kill(Act("kill", name))
         signal.signal(signal.SIGTERM, before)
         for handle in _saves.here.unsettled:
-            handle._raised = True  # nobody needs to be told at the end of the program
+            handle.exception()  # nobody needs to be told at the end of the program
 
 
 @pytest.mark.parametrize("seed", cases(range(500), default=range(12)))

@@ -41,7 +41,7 @@ POLICIES = st.recursive(
 )
 
 # The machine may be busy: how long it takes to draw examples says nothing of the policies.
-CALM = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+CALM = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 # The newest step is what no policy wants, nobody pins and no job uses.
@@ -60,15 +60,9 @@ def test_what_a_job_needs_is_never_deleted_whatever_the_policy(run, policy, in_u
     shuffled = list(run)
     chance.shuffle(shuffled)
     assert plan_deletions(shuffled, policy, in_use=in_use) == deleted
-
-
-@CALM
-@given(RUNS, POLICIES)
-def test_applied_again_after_deleting_nothing_more_goes(run, policy):
-    deleted = set(plan_deletions(run, policy))
+    # All policies are monotone: with fewer steps, none that was kept is given up.
     left = [facts for facts in run if facts.step not in deleted]
-    # All of them are monotone: with fewer steps, none that was kept is given up.
-    assert plan_deletions(left, policy) == ()
+    assert plan_deletions(left, policy, in_use=in_use) == ()
 
 
 @CALM
@@ -107,14 +101,6 @@ def test_a_step_whose_metric_is_no_finite_number_is_not_the_best(value, mode):
         StepFacts(step=step, metrics={"loss": loss}) for step, loss in enumerate([0.5, value, 1])
     ]
     assert KeepBest("loss", 3, mode).keeps(run) == {0, 2}  # type: ignore[arg-type]
-
-
-def test_example_of_the_readme():
-    losses = {100: 0.9, 200: 0.2, 300: 0.8, 400: 0.7, 500: 0.6, 600: float("nan")}
-    run = [StepFacts(step=step, metrics={"loss": loss}) for step, loss in losses.items()]
-    policy = as_policy([KeepLatest(2), KeepEvery(300), KeepBest("loss")])
-    assert policy is not None
-    assert plan_deletions(run, policy, in_use=[100]) == (400,)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint import probe as probes, sweep as rule
@@ -34,16 +33,8 @@ from dcp_objstore.run.sweep import SweepReport, sweep_below
 from dcp_objstore.stores import StoreSpec, open_store
 from dcp_objstore.stores.local import TEMPORARY
 from tests.support.checkpoints import memory_url
-from tests.support.upkeep import AgedStore, Ages
+from tests.support.managers import save_each, save_steps, state
 from tests.support.wrapped_stores import Fault, FaultStore
-
-STATE = {"w": torch.ones(5)}
-GRACES: list[dict[str, float]] = [
-    {},
-    {"grace_seconds": 3 * 3600},
-    {"grace_seconds": 1.5 * 3600},
-    {"grace_seconds": 3600},
-]
 
 
 def swept(report: SweepReport) -> dict[str, str]:
@@ -72,7 +63,7 @@ def age(folder: Path, hours: float = 48) -> None:
 )
 def test_a_place_is_swept_where_a_save_can_have_left_something(names, is_swept):
     run = memory_url()
-    dos.save(STATE, f"{run}/step-1")
+    save_each(run, 1)
     for name in names:
         open_store(f"{run}/step-0").put(name, b"")
     report = dos.sweep(run, dry_run=True)
@@ -113,9 +104,8 @@ def test_what_a_sweep_has_removed_is_counted_over_all_checkpoints(tmp_path):
 )
 def test_a_sweep_goes_on_after_a_checkpoint_that_it_must_leave(monkeypatch, error, outcome):
     run = f"memory://{secrets.token_hex(6)}"
-    for step in (1, 2):
-        dos.save(STATE, f"{run}/step-{step}")
-    dos.save(STATE, run)  # no run can be above it
+    save_each(run, 1, 2)
+    dos.save(state(0), run)  # no run can be above it
     really = rule.sweep
 
     def sweep(store: Any, **settings: Any) -> Any:
@@ -140,11 +130,11 @@ def test_a_sweep_goes_on_after_a_checkpoint_that_it_must_leave(monkeypatch, erro
 )
 def test_a_claim_that_cannot_be_read_makes_no_step_superseded(tmp_path, through, caplog, error):
     run = tmp_path.as_uri()
+    save_steps(run, (1, 2))
     with dos.CheckpointManager(run, sweep=False) as manager:
-        for step in (1, 2):
-            manager.save(step, STATE)
-        manager.load({"w": torch.zeros(5)}, 1)
-        manager.save(3, STATE)
+        manager.load(state(0), 1)
+        manager.save(3, state(3))
+    save_each(f"{run}/unclaimed", 1)
     age(tmp_path)
 
     def refuse(verb: str, key: str, _: int) -> Fault | None:
@@ -155,7 +145,8 @@ def test_a_claim_that_cannot_be_read_makes_no_step_superseded(tmp_path, through,
         return [one.url.rpartition("/")[2] for one in report.checkpoints if one.superseded]
 
     assert superseded(run) == superseded(f"{run}/step-2") == ["step-2"]
-    assert superseded(f"{run}/step-3") == []
+    for url in (f"{run}/step-3", f"{run}/unclaimed", f"{run}/unclaimed/step-1"):
+        assert superseded(url) == []
     through(lambda store: FaultStore(store, refuse))
     for url in (run, f"{run}/step-2"):
         caplog.clear()
@@ -163,29 +154,10 @@ def test_a_claim_that_cannot_be_read_makes_no_step_superseded(tmp_path, through,
         assert f"steps of superseded jobs in {run} are not swept" in caplog.text
 
 
-@pytest.mark.parametrize("damaged", [True, False])
-def test_a_step_that_no_job_has_claimed_is_not_superseded(monkeypatch, damaged):
-    """Neither where the claim of its run is damaged, nor at the top of a bucket, in no run."""
-    ages: Ages = {}
-    opened = StoreSpec.open
-    monkeypatch.setattr(StoreSpec, "open", lambda spec: AgedStore(opened(spec), ages))
-    top = f"memory://{secrets.token_hex(6)}"
-    url = f"{top}/run/step-1" if damaged else top
-    dos.save(STATE, url)
-    store = StoreSpec(url).open()
-    assert isinstance(store, AgedStore)
-    store.age()
-    if damaged:
-        open_store(f"{top}/run").put(CLAIM_KEY, b"damaged")
-    for at in {top, url}:
-        (one,) = dos.sweep(at, dry_run=True).checkpoints
-        assert (one.outcome, one.superseded) == ("clean", False)
-
-
 @pytest.mark.parametrize("error", [StoreUnavailableError("down"), UnsupportedError("no boto3")])
 def test_uploads_that_cannot_be_listed_are_said_and_the_rest_is_swept(monkeypatch, error):
     run = memory_url()
-    dos.save(STATE, f"{run}/step-1")
+    save_each(run, 1)
 
     def fail(_: object) -> None:
         raise error
@@ -195,21 +167,9 @@ def test_uploads_that_cannot_be_listed_are_said_and_the_rest_is_swept(monkeypatc
     assert (swept(report), report.uploads_unseen) == ({"step-1": "clean"}, error.message)
 
 
-def test_what_is_younger_than_the_grace_period_stays(tmp_path):
-    (tmp_path / "step-1").mkdir()
-    (tmp_path / "step-1" / data_key(0, 0, new_nonce())).write_bytes(b"12345")
-    age(tmp_path, hours=2)
-    url = tmp_path.as_uri()
-    assert [dos.sweep(url, dry_run=True, **grace).deleted for grace in GRACES] == [0, 0, 1, 1]
-    for wrong in (3599, float("inf"), "a day"):
-        with pytest.raises(ConfigError, match="grace"):
-            dos.sweep(url, grace_seconds=wrong)  # type: ignore[arg-type]
-
-
 def test_a_sweep_asks_nothing_of_a_deleted_step_whose_objects_are_gone(requests):
     run = memory_url()
-    for step in range(3):
-        dos.save(STATE, f"{run}/step-{step}", progress=False)
+    save_each(run, 0, 1, 2)
 
     def sweep() -> tuple[list[str], int]:
         requests.clear()
@@ -227,44 +187,26 @@ def test_a_sweep_asks_nothing_of_a_deleted_step_whose_objects_are_gone(requests)
     assert sent[1] < sent[0]
 
 
-def test_a_dry_run_of_a_sweep_puts_and_deletes_nothing(tmp_path, requests):
-    dos.save(STATE, f"{tmp_path.as_uri()}/step-1", progress=False)
-    (tmp_path / "step-1" / data_key(0, 0, new_nonce())).touch()
-    probes.forget()
-    requests.clear()
-    (one,) = dos.sweep(tmp_path.as_uri(), dry_run=True).checkpoints
-    assert one.dry_run
-    assert {one.verb for one in requests} == {"list", "get"}
-
-
-def test_a_sweep_goes_on_after_a_step_that_it_cannot_read(tmp_path):
-    for name in ("step-1", "step-2", "step-3"):
-        dos.save(STATE, f"{tmp_path.as_uri()}/{name}", progress=False)
-    newer = (tmp_path / "step-1" / MARKER_KEY).read_bytes().replace(b'"format":1', b'"format":9')
-    (tmp_path / "step-1" / MARKER_KEY).write_bytes(newer)
-    (tmp_path / "step-2" / MARKER_KEY).write_bytes(b"damaged")
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "log.txt").touch()  # no place of a checkpoint
-    for dry_run in (True, False):
-        report = dos.sweep(tmp_path.as_uri(), dry_run=dry_run)
-        assert [one.outcome for one in report.checkpoints] == ["damaged", "damaged", "clean"]
-        assert [one.dry_run for one in report.checkpoints] == [dry_run] * 3
-        assert "upgrade" in (report.checkpoints[0].reason or "")
-    assert report.damaged == report.checkpoints[:2]
-
-
-def test_where_nothing_is_to_be_swept_nothing_is_written(tmp_path, requests):
+def test_where_nothing_is_to_be_swept_or_in_a_dry_run_nothing_is_written(tmp_path, requests):
     with pytest.raises(ConfigError, match="grace"):
         dos.sweep(tmp_path.as_uri(), grace_seconds=60)
     assert requests == []
     dos.sweep(tmp_path.as_uri())
     assert {one.verb for one in requests} == {"list"}
+    save_each(tmp_path.as_uri(), 1)
+    (tmp_path / "step-1" / data_key(0, 0, new_nonce())).touch()
+    age(tmp_path, hours=2)
+    probes.forget()
+    requests.clear()
+    graces: list[dict[str, float]] = [{}, {"grace_seconds": 2.5 * 3600}, {"grace_seconds": 3600}]
+    planned = [dos.sweep(tmp_path.as_uri(), dry_run=True, **grace) for grace in graces]
+    assert [report.deleted for report in planned] == [0, 0, 1]
+    assert {one.verb for one in requests} == {"list", "get"}
 
 
 def test_a_sweep_that_is_told_to_end_leaves_the_checkpoints_that_follow():
     run = memory_url()
-    for step in (1, 2, 3):
-        dos.save(STATE, f"{run}/step-{step}", progress=False)
+    save_each(run, 1, 2, 3)
     answers = iter([False, True])
     report = sweep_below(StoreSpec(run), is_over=answers.__next__)
     assert list(swept(report)) == ["step-1"]
