@@ -85,15 +85,10 @@ def test_a_superseded_job_adds_replaces_and_deletes_nothing(bucket):
     assert found[-1].commit_id == report.commit_id
     assert (found[-1].claim, found[-1].url) == (2, f"{run}/step-11")
     assert dos.steps(run, newest=1, storage_options=options) == found[-1:]
-    target = state()
-    dos.load(target, found[-1].url, storage_options=options, progress=False)
-    assert torch.equal(target["weight"], state(11)["weight"])
     dos.delete(f"{run}/step-9", claim=new, storage_options=options)
     assert names(run, options) == ["step-10", "step-11"]
-    for step in (10, 11):
-        url = f"{run}/step-{step}"
-        assert dos.repair(url, storage_options=options, dry_run=True).dot_metadata is None
-        assert dos.open(url, storage_options=options).verify().ok
+    for step in ("step-10", "step-11"):
+        assert dos.open(f"{run}/{step}", storage_options=options).verify().ok
 
 
 def test_what_does_not_count_can_be_removed_and_the_newest_that_counts_cannot(bucket):
@@ -131,8 +126,6 @@ def test_wrong_uses_of_a_claim_are_refused_before_anything_is_sent(bucket):
     with pytest.raises(ConfigError, match="newest"):
         dos.steps(run, newest=0, storage_options=options)
     assert bucket.keys("run") == before
-    copied = pickle.loads(pickle.dumps(dos.ObjectStoreWriter(f"{run}/step-1", claim=claim)))
-    assert copied._claim == claim
 
 
 def take_and_save(rank: int, world_size: int, run: str, options: Options) -> tuple[int, str]:
@@ -243,22 +236,19 @@ def test_a_save_that_would_not_count_is_refused_before_its_upload_and_leaves_not
     assert bucket.keys("run") == before
 
 
-def test_a_save_outside_of_runs_looks_once_above_it_and_goes_on_where_it_may_not(
-    bucket, requests, monkeypatch
-):
-    options = bucket.storage_options
-    saver(None, options)(1, run=bucket.at("plain"))
+def test_a_save_outside_of_runs_looks_once_above_it_and_goes_on_where_it_may_not(bucket, requests):
+    options, run = bucket.storage_options, bucket.at("plain")
+    saver(None, options)(1, run=run)
     assert asked(requests).count("get _CLAIM") == 1
-    assert names(bucket.at("plain"), options) == ["step-1"]
 
     def refuse(verb: str, key: str, nth: int) -> Fault | None:
         return Fault("before", dos.errors.PermissionDeniedError("403")) if key == "_CLAIM" else None
 
-    open_recorded = StoreSpec.open
-    monkeypatch.setattr(StoreSpec, "open", lambda spec: FaultStore(open_recorded(spec), refuse))
-    saver(None, options)(2, run=bucket.at("plain"))
-    monkeypatch.undo()
-    assert names(bucket.at("plain"), options) == ["step-1", "step-2"]
+    with pytest.MonkeyPatch.context() as patch:
+        open_recorded = StoreSpec.open
+        patch.setattr(StoreSpec, "open", lambda spec: FaultStore(open_recorded(spec), refuse))
+        saver(None, options)(2, run=run)
+    assert names(run, options) == ["step-1", "step-2"]
 
 
 def test_a_save_into_a_run_whose_claim_is_damaged_says_so(bucket):

@@ -66,7 +66,7 @@ def place(request: pytest.FixtureRequest) -> Place:
     return Place(bucket, partial(ShortLived, server), "token", "gcloud auth")
 
 
-SOME_VERBS = cases(VERBS, default=["get", "list", "put", "put_stream"])
+SOME_VERBS = cases(VERBS, default=["list", "put_stream"])
 
 
 @pytest.mark.parametrize("verb", SOME_VERBS)
@@ -93,7 +93,7 @@ def test_fresh_tokens_that_are_refused_too_say_what_to_do(place, verb):
 
 
 @gcs
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", SOME_VERBS)
 def test_gcs_a_token_that_nobody_can_renew_says_so(bucket, gcs_server, verb):
     from google.oauth2.credentials import Credentials as UserCredentials
 
@@ -218,21 +218,16 @@ def test_azure_an_upload_that_is_refused_in_a_part_can_be_tried_again(container,
             assert error.code == 403
             return True
 
-    def buffers(wait: Callable[[], None]) -> Iterator[bytes]:
-        yield bytes(PART)
-        yield bytes(PART)
-        wait()
-        yield bytes(PART)
-        yield bytes(PART)
-
-    def until_refused() -> None:
-        while not is_refused():
+    def buffers() -> Iterator[bytes]:
+        yield from [bytes(PART)] * 2
+        while len(identity.handed_out) == 1 and not is_refused():
             pass
+        yield from [bytes(PART)] * 2
 
     with pytest.raises(CredentialsError, match="the next try asks for fresh ones"):
-        store.put_stream("k", buffers(until_refused), part_size_bytes=PART, max_concurrency=1)
+        store.put_stream("k", buffers(), part_size_bytes=PART, max_concurrency=1)
     assert container.keys() == []
-    store.put_stream("k", buffers(lambda: None), part_size_bytes=PART, max_concurrency=1)
+    store.put_stream("k", buffers(), part_size_bytes=PART, max_concurrency=1)
     assert container.get("k") == bytes(4 * PART)
     assert len(identity.handed_out) == 2
 
@@ -244,13 +239,10 @@ def test_azure_a_key_that_is_refused_says_that_nobody_can_renew_it(azurite):
         endpoint_url = f"{proxy.storage_options['endpoint_url']}/{ACCOUNT}"
         options = {**azurite.storage_options, "endpoint_url": endpoint_url}
         store = open_store(f"az://{BUCKET}/refused", options, ONCE)
-        for verb in ("put", "get", "put_stream"):
-            with pytest.raises(
-                CredentialsError, match=r"(?s)cannot be refreshed.*az login"
-            ) as caught:
-                VERBS[verb](store)
-            check(caught.value, store, verb)
-            assert KEY not in str(caught.value)
+        with pytest.raises(CredentialsError, match=r"(?s)cannot be refreshed.*az login") as caught:
+            store.put("k", b"x")
+        check(caught.value, store, "put")
+        assert KEY not in str(caught.value)
 
 
 def test_the_end_of_a_signature_is_told():

@@ -66,16 +66,6 @@ def test_overwriting_is_refused_where_nothing_can_be_replaced_conditionally(tmp_
     assert isinstance(cause(caught.value), dos.errors.UnsupportedError)
 
 
-def test_memory_within_one_process():
-    url = f"memory://{secrets.token_hex(4)}/step-1"
-    state = tensor_state("plain")
-    fill(state)
-    dcp.save(dict(state), storage_writer=dos.ObjectStoreWriter(url, storage_options=FSSPEC))
-    back = tensor_state("plain")
-    dcp.load(dict(back), storage_reader=dos.ObjectStoreReader(url, storage_options=FSSPEC))
-    assert wrong_keys(back) == []
-
-
 def test_a_given_filesystem_without_a_create_needs_the_users_promise(tmp_path):
     import fsspec
     from fsspec.implementations.dirfs import DirFileSystem

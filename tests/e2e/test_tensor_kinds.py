@@ -136,25 +136,13 @@ def spoil(tensor: torch.Tensor) -> None:
         memory.bitwise_xor_(1 if part.dtype == torch.bool else 255)
 
 
-def in_background(state: dict[str, Any], url: str) -> None:
-    handle = dos.async_save(state, url)
-    for tensor in state.values():
-        spoil(tensor)
-    handle.result()
-
-
-def in_background_by_dcp(state: dict[str, Any], url: str) -> None:
-    saved = dcp.async_save(state, storage_writer=dos.ObjectStoreWriter(url))
-    for tensor in state.values():
-        spoil(tensor)
-    saved.result()
-
-
-SAVES: dict[str, Callable[[dict[str, Any], str], object]] = {
+SAVES: dict[str, Callable[[dict[str, Any], str], Any]] = {
     "save": lambda state, url: dos.save(state, url, progress=False),
-    "async_save": in_background,
+    "async_save": dos.async_save,
     "dcp.save": lambda state, url: dcp.save(state, storage_writer=dos.ObjectStoreWriter(url)),
-    "dcp.async_save": in_background_by_dcp,
+    "dcp.async_save": lambda state, url: dcp.async_save(
+        state, storage_writer=dos.ObjectStoreWriter(url)
+    ),
 }
 LOADS: dict[str, Callable[[dict[str, Any], str], object]] = {
     "load": lambda state, url: dos.load(state, url, progress=False),
@@ -185,7 +173,11 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(save):
     values = {k: plain(tensor) for k, tensor in state.items() if not local(tensor).is_quantized}
     targets = {key: like(tensor) for key, tensor in state.items()}
     url = memory_url()
-    SAVES[save](dict(state), url)
+    begun = SAVES[save](dict(state), url)
+    if "async" in save:
+        for tensor in state.values():
+            spoil(tensor)
+        begun.result()
     wrong = []
     for how, load in LOADS.items():
         for into, change in (("fresh", spoil), ("equal", lambda _: None)):
@@ -244,16 +236,16 @@ ADVICE = {
         # Each kind at one save, and what we and what DCP's planner refuses at each.
         default=[
             *itertools.product(REFUSED, ["save"]),
-            *itertools.product(["opaque", "partial"], ["async_save", "dcp.save", "dcp.async_save"]),
+            *itertools.product(["opaque", "partial"], ["dcp.save", "dcp.async_save"]),
         ],
     ),
 )
 def test_what_could_not_be_loaded_is_refused_at_the_save_by_its_key(kind, save):
     url = memory_url()
     state = {"fine": torch.ones(2), "deep": {"odd": REFUSED[kind]()}}
-    call = {**SAVES, "async_save": _unspoilt, "dcp.async_save": _unspoilt_by_dcp}[save]
     with pytest.raises((UnsupportedError, CheckpointException)) as caught:
-        call(state, url)
+        begun = SAVES[save](state, url)
+        begun.result()
     error: Any = caught.value
     if isinstance(error, CheckpointException):
         (error,) = error.failures[0][:1]
@@ -266,14 +258,6 @@ def test_what_could_not_be_loaded_is_refused_at_the_save_by_its_key(kind, save):
     assert not any(key.endswith("_COMMIT") for key in stored)
     if kind != "meta" and save != "dcp.save":
         assert not any(key.endswith(".distcp") for key in stored), "refused when it was planned"
-
-
-def _unspoilt(state: dict[str, Any], url: str) -> None:
-    dos.async_save(state, url).result()
-
-
-def _unspoilt_by_dcp(state: dict[str, Any], url: str) -> None:
-    dcp.async_save(state, storage_writer=dos.ObjectStoreWriter(url)).result()
 
 
 @pytest.mark.parametrize("kind", ["nested", "jagged", "lazy", "opaque", "partial", "partial codes"])
@@ -409,19 +393,6 @@ def test_a_class_that_was_not_declared_needs_trust_and_the_save_says_so_once():
     assert is_same(fresh["x"], saved)
 
 
-@pytest.mark.parametrize("swapped", [False, True])
-def test_float4_is_converted_to_nothing_and_refused_before_a_tensor_is_filled(swapped):
-    url = memory_url()
-    dtypes = [torch.float4_e2m1fn_x2, torch.float32]
-    stored, wanted = reversed(dtypes) if swapped else dtypes
-    dos.save({"a": torch.ones(2), "odd": numbers(4, dtype=stored)}, url, progress=False)
-    state = {"a": torch.zeros(2), "odd": numbers(4, dtype=wanted)}
-    with pytest.raises(StateMismatchError, match="float4_e2m1fn_x2") as caught:
-        dos.load(state, url, progress=False)
-    assert caught.value.key == "odd"
-    assert state["a"].tolist() == [0, 0]
-
-
 def _rows(rank: int, world: int) -> Codes:
     """Rows of one tensor that all ranks have together, two a rank of two."""
     torch.manual_seed(0)
@@ -474,18 +445,6 @@ def _cut_what_cannot_be_cut(
     return caught.value.key
 
 
-def _save_odd_on_one(rank: int, world: int, url: str, kind: str) -> tuple[str, str | None]:
-    make = {**REFUSED, "partial": lambda: _sharded(codes(2, 2), Partial(), world)}[kind]
-    odd = make() if rank or kind == "partial" else torch.ones(3)
-    said = []
-    for save in (SAVES["save"], _unspoilt):
-        with pytest.raises(UnsupportedError) as caught:
-            save({f"own{rank}": torch.ones(2), "odd": odd}, url)
-        said.append((type(caught.value).__name__, caught.value.key))
-    assert said[0] == said[1]
-    return said[0]
-
-
 def test_rows_of_wrappers_load_on_another_number_of_ranks_bit_for_bit(tmp_path):
     url = (tmp_path / "run" / "step-1").as_uri()
     run_ranks(2, _save_rows, url)
@@ -500,10 +459,3 @@ def test_part_of_a_wrapper_is_filled_only_if_its_class_gives_a_view(tmp_path):
     assert run_ranks(1, _cut_what_cannot_be_cut, columns, Codes, "only rows") == ["x"]
     run_ranks(2, _save_rows, rows)
     assert run_ranks(1, _cut_what_cannot_be_cut, rows, Copying, "a copy") == ["x"]
-
-
-@pytest.mark.parametrize("kind", ["sparse", "lazy", "opaque", "partial"])
-def test_every_rank_is_told_of_what_one_of_them_cannot_save(kind, tmp_path):
-    url = (tmp_path / "run" / "step-1").as_uri()
-    assert run_ranks(2, _save_odd_on_one, url, kind) == [("UnsupportedError", "odd")] * 2
-    assert not list(tmp_path.rglob("_COMMIT"))

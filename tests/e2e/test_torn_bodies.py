@@ -49,7 +49,6 @@ CONFIG = dos.TransferConfig(
 )
 ANSWERS: dict[str, tampering.Change] = {
     "cut short": tampering.cut,
-    "a shorter range": tampering.shorter,
     "200 with all of it": tampering.whole_object,
     "200 with another length": tampering.wrong_length,
 }
@@ -157,76 +156,56 @@ def tear(bucket: Bucket) -> Iterator[Callable[[str], Torn]]:
         yield make
 
 
-def assert_named(error: DcpObjstoreError, torn: Torn) -> None:
-    assert (error.object_key, error.key) == (torn.victim, "w")
-    assert f"block {LAST_BLOCK[torn.size]} of" in str(error)
-    assert error.rank is not None
-
-
 def change(torn: Torn, how: str) -> Any:
     return ANSWERS.get(how) or tampering.flipped(torn.at)
 
 
 @shared
 @pytest.mark.parametrize("how", cases([*ANSWERS, "damaged"], default=["cut short", "damaged"]))
-def test_an_answer_that_is_wrong_once_is_asked_for_again(torn, how, read_once):
+def test_a_wrong_answer_is_asked_for_again_and_then_one_error_that_says_where_on_every_rank(
+    torn, how, read_once
+):
     torn.proxy.tamper(change(torn, how), torn.meant, times=1)
     for outcome in torn.load(read_once):
         assert not outcome.failed, outcome
     asked = [asked for asked in torn.proxy.asked if torn.meant(asked)]
     assert len(asked) == (1 if read_once else RANKS) + 1
     assert any(one.signed_url for one in asked) == (torn.size == "large")
-
-
-@shared
-@pytest.mark.parametrize(
-    "how", cases([*ANSWERS, "damaged"], default=["cut short", "200 with another length", "damaged"])
-)
-def test_an_answer_that_is_always_wrong_is_one_error_that_says_where_on_every_rank(
-    torn, how, read_once
-):
     torn.proxy.tamper(change(torn, how), torn.meant)
     error = torn.error(read_once)
     # That connections break says nothing of the object; a later request may get it.
     expected = StoreUnavailableError if how == "cut short" else CheckpointCorruptError
     assert type(error) is expected, error
-    assert_named(error, torn)
+    assert (error.object_key, error.key) == (torn.victim, "w")
+    assert f"block {LAST_BLOCK[torn.size]} of" in str(error)
+    assert error.rank is not None
     # The direct lane, the transport, and both once more.
-    asked = [asked for asked in torn.proxy.asked if torn.meant(asked)]
+    asked = [asked for asked in torn.proxy.asked if torn.meant(asked)][len(asked) :]
     if how != "cut short":
         assert 2 <= len(asked) <= 4 * RANKS
 
 
 @sized
 @shared
-def test_an_object_removed_in_mid_load_is_corruption_while_the_commit_stands(tear, size, read_once):
-    torn = tear(size)
-    torn.proxy.before(torn.meant, lambda: torn.bucket.delete(f"step-1/{torn.victim}"))
-    error = torn.error(read_once)
-    assert type(error) is CheckpointCorruptError, error
-    # Which tensor and which block depends on who was where.
-    assert error.object_key == torn.victim
-    assert error.key in ("w", "norm")
-    assert f" of {error.key}" in str(error)
-
-
-@sized
-@shared
-@pytest.mark.parametrize("what", ["replaced", "deleted"])
-def test_a_checkpoint_that_goes_in_the_middle_is_gone_on_every_rank(tear, what, size, read_once):
+@pytest.mark.parametrize("what", ["replaced", "deleted", "damaged"])
+def test_objects_that_go_in_the_middle_are_one_error_that_says_why_on_every_rank(
+    tear, what, size, read_once
+):
     torn = tear(size)
 
     def act() -> None:
         torn.delete_data()
         if what == "replaced":
             torn.replace()
-        else:
+        elif what == "deleted":
             torn.bucket.delete("step-1/_COMMIT")
 
     torn.proxy.before(torn.meant, act)
     error = torn.error(read_once)
-    assert type(error) is CheckpointGoneError, error
-    assert what in str(error)
+    # While the commit stands, objects that are missing are damage.
+    assert type(error) is (CheckpointCorruptError if what == "damaged" else CheckpointGoneError)
+    assert what == "damaged" or what in str(error)
+    # Which tensor and which block depends on who was where.
     assert error.object_key is not None and error.object_key.endswith(".distcp")
     assert error.key is not None and f" of {error.key}" in str(error)
 
@@ -239,9 +218,9 @@ def test_a_checkpoint_replaced_in_mid_load_loads_while_its_objects_exist(tear, r
     assert len({report.commit_id for report in reports}) == 1
 
 
-@pytest.mark.parametrize("kept", cases(SHAPES, default=["small"]), indirect=True)
+@pytest.mark.parametrize("kept", ["small"], indirect=True)
 @pytest.mark.parametrize("end", ["_COMMIT", ".msgpack"])
-@pytest.mark.parametrize("how", [tampering.shorter, tampering.flipped(50)], ids=["short", "flip"])
+@pytest.mark.parametrize("how", [tampering.flipped(50)], ids=["flip"])
 def test_marker_and_index_are_read_again_before_they_are_called_corrupt(torn, how, end):
     torn.proxy.tamper(how, lambda asked: asked.key.endswith(end), times=1)
     for outcome in torn.load(read_once=True):

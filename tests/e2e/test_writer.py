@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import secrets
 import signal
 import socket
 import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ from tests.support.checkpoints import (
     cause,
     edition,
     edition_in,
+    memory_url,
 )
 from tests.support.launcher import say
 from tests.support.ranks import run_ranks, start_workers, wait_for
@@ -56,7 +57,7 @@ def save_three(rank: int, world_size: int, cached: bool, root: str, options: Opt
     return commit_ids
 
 
-@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
+@pytest.mark.backends("seaweed")
 @pytest.mark.parametrize("cached", [False, True])
 def test_one_writer_saves_many_checkpoints_also_with_cached_plans(bucket, cached):
     commit_ids, _ = run_ranks(2, save_three, cached, bucket.url, bucket.storage_options)
@@ -181,33 +182,6 @@ def test_overlapping_saves_on_one_writer_never_mix(bucket, where):
     assert bucket.uploads() == []
 
 
-def save_after_a_failure(rank: int, world_size: int, root: str, options: Options) -> None:
-    writer = dos.ObjectStoreWriter(storage_options=options)
-
-    def fail(item: int) -> None:
-        raise OSError("disk of this rank is gone")
-
-    bad = HookPlanner(fail) if rank == 1 else None
-    try:
-        dcp.save(
-            dict(edition("bad", "shard0")),
-            storage_writer=writer,
-            checkpoint_id=f"{root}/bad",
-            planner=bad,
-        )
-    except CheckpointException:
-        pass
-    else:
-        raise AssertionError("the save of a failing rank went through")
-    dcp.save(dict(edition("good", "shard0")), storage_writer=writer, checkpoint_id=f"{root}/good")
-
-
-def test_a_writer_works_again_after_a_save_that_failed(bucket):
-    run_ranks(2, save_after_a_failure, bucket.url, bucket.storage_options)
-    assert_nothing_visible(bucket, "bad")
-    assert edition_in(bucket.at("good"), bucket.storage_options, ["good", "bad"]) == "good"
-
-
 def call_blocked(rank: int, world: int, saving: Options, loading: Options) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup
     state = {"t": torch.zeros(10)}
@@ -222,13 +196,9 @@ def call_blocked(rank: int, world: int, saving: Options, loading: Options) -> No
 @pytest.mark.parametrize("kind", [PermissionDeniedError, UnsupportedError])
 def test_a_save_that_the_probe_refuses_leaves_nothing(kind, monkeypatch):
     """As `dcp.save` has it, which tells the writer of no failure."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise kind("refused")
-
+    refuse = Mock(side_effect=kind("refused"))
     monkeypatch.setattr("dcp_objstore.checkpoint.probe.require_fencing", refuse)
-    url = f"memory://{secrets.token_hex(4)}/step-1"
-    writer = dos.ObjectStoreWriter(url, progress=False)
+    writer = dos.ObjectStoreWriter(url := memory_url(), progress=False)
     with pytest.raises(CheckpointException) as caught:
         dcp.save({"a": torch.ones(2)}, storage_writer=writer)
     assert isinstance(cause(caught.value), kind)

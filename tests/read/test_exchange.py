@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -36,6 +35,7 @@ from dcp_objstore.read.tensor_read import consume
 from dcp_objstore.transfer.digests import block_digest
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span
+from dcp_objstore.transfer.workers import DaemonPool
 from tests.support.rank_threads import RankGroup, RankThreads
 from tests.support.states import same_bits, seeded
 
@@ -131,12 +131,13 @@ class Loaded:
 
     Attributes:
         fetched: number of the object, start and end of each request, in order.
-        received_bytes, memory_bytes: as the exchange says.
+        slots: addresses of the memory that the requests were given.
+        received_bytes: as the exchange says.
     """
 
     fetched: list[tuple[int, int, int]] = field(default_factory=list)
+    slots: list[range] = field(default_factory=list)
     received_bytes: int = 0
-    memory_bytes: int = 0
 
 
 class Rank:
@@ -203,11 +204,20 @@ def _value_item(key: str) -> ReadItem:
     return ReadItem(LoadItemType.BYTE_IO, place, empty, place, empty, empty)
 
 
-def load(rank: Rank, share: Share, group: Any, ahead_bytes: int = 0) -> Loaded:
+def body_of(number: int, start: int, end: int) -> bytes:
+    return bytes(CHECKPOINT.objects[number][start:end])
+
+
+Hook = Callable[[int, str], None]
+
+
+def load(job: Rank, share: Share, group: Any, ahead_bytes: int, hook: Hook) -> Loaded:
     """Load as `run_load` does, in one thread; what has a slot is fetched, the last first."""
     loaded, progress = Loaded(), Progress(60)
     with Exchange(share, group, "url") as exchanging:
-        exchanging.prepare(rank.planned, ahead_bytes)
+        hook(group.rank, "before")
+        exchanging.prepare(job.planned, ahead_bytes)
+        hook(group.rank, "prepared")
         for span in exchanging.alone():
             loaded.fetched.append((span.object_number, span.start, span.end))
             for read in span.tag.reads:
@@ -220,61 +230,70 @@ def load(rank: Rank, share: Share, group: Any, ahead_bytes: int = 0) -> Loaded:
                 assert not any(exchanging.may_begin(later) for later in list(waiting)[1:])
                 slot = exchanging.admit(waiting[0], progress)
                 assert slot is not None
+                at = np.frombuffer(slot, np.uint8).ctypes.data
+                loaded.slots.append(range(at, at + slot.nbytes))
                 admitted.append((waiting.popleft(), slot))
             assert admitted, "its slots are free once others have what was in them"
             for request, slot in reversed(admitted):
                 loaded.fetched.append((request.object_number, request.start, request.end))
                 slot[:] = body_of(*loaded.fetched[-1])
                 consume(request, slot)
+                if request is exchanging.requests[-1]:
+                    hook(group.rank, "last")
                 exchanging.keep(request, progress)
                 exchanging.advance()
         exchanging.advance()
         assert exchanging.done
+        hook(group.rank, "done")
     loaded.received_bytes = exchanging.received_bytes
-    loaded.memory_bytes = exchanging.memory_bytes
     return loaded
 
 
-def body_of(number: int, start: int, end: int) -> bytes:
-    return bytes(CHECKPOINT.objects[number][start:end])
+def replicas() -> list[Rank]:
+    return [Rank(ALL) for _ in range(3)]
 
 
-def as_on_hosts(monkeypatch: pytest.MonkeyPatch, ranks: RankThreads, hosts: Sequence[int]) -> None:
-    """Ranks can read each other's slots only on the same host."""
-    really = ranks.all_gather_object
-
-    def gather(values: list[Any], value: Any, *, group: RankGroup) -> None:
-        really(values, value, group=group)
-        for rank, address in enumerate(values):
-            if isinstance(address, exchange._SlotsAddress) and hosts[rank] != hosts[group.rank]:
-                memory = dataclasses.replace(address.memory, boot_id="another host")
-                values[rank] = address._replace(memory=memory)
-
-    monkeypatch.setattr(ranks, "all_gather_object", gather)
-    monkeypatch.setattr(exchange, "dist", ranks)
+def shares_of(jobs: Sequence[Rank]) -> Sequence[Share | None]:
+    return share_out([job.offer(rank, len(jobs)) for rank, job in enumerate(jobs)])
 
 
 def run(
     monkeypatch: pytest.MonkeyPatch,
     jobs: Sequence[Rank],
-    shares: Sequence[Share | None],
-    hosts: Sequence[int],
+    hosts: Sequence[int] = (0, 0, 0),
+    *,
+    shares: Sequence[Share | None] = (),
     ahead_bytes: int = 0,
-) -> tuple[RankThreads, list[Loaded]]:
-    ranks = RankThreads(len(jobs))
-    as_on_hosts(monkeypatch, ranks, hosts)
+    hook: Hook = lambda *_: None,
+    ranks: RankThreads | None = None,
+) -> tuple[RankThreads, list[Any]]:
+    """Load on ranks that can read each other's slots only on the same host; how each ended."""
+    ranks, shares = ranks or RankThreads(len(jobs)), shares or shares_of(jobs)
+    really = ranks.all_gather_object
+
+    def gather(values: list[Any], value: Any, *, group: RankGroup) -> None:
+        really(values, value, group=group)
+        for rank, address in enumerate(values):
+            if hasattr(address, "slot_bytes") and hosts[rank] != hosts[group.rank]:
+                memory = dataclasses.replace(address.memory, boot_id="another host")
+                values[rank] = address._replace(memory=memory)
 
     def call(rank: int, group: Any) -> Loaded:
         share = shares[rank]
         assert share is not None
-        return load(jobs[rank], share, group, ahead_bytes)
+        return load(jobs[rank], share, group, ahead_bytes, hook)
 
-    outcomes = ranks.run(call)
+    monkeypatch.setattr(ranks, "all_gather_object", gather)
+    monkeypatch.setattr(exchange, "dist", ranks)
+    return ranks, ranks.run(call)
+
+
+def all_loaded(ranks: RankThreads, outcomes: Sequence[Any]) -> Sequence[Loaded]:
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome
     assert ranks.deserted == []
-    return ranks, outcomes
+    return outcomes
 
 
 @pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 1, 2), (0, 1, 0)], ids=str)
@@ -284,13 +303,14 @@ def test_each_byte_is_fetched_by_one_rank_and_reaches_all_that_need_it(
     monkeypatch, layout, hosts, ahead_bytes
 ):
     jobs = [Rank(LAYOUTS[layout](rank)) for rank in range(3)]
-    shares = share_out([job.offer(rank, 3) for rank, job in enumerate(jobs)])
-    ranks, outcomes = run(monkeypatch, jobs, shares, hosts, ahead_bytes)
+    shares = shares_of(jobs)
+    ranks, outcomes = run(monkeypatch, jobs, hosts, shares=shares, ahead_bytes=ahead_bytes)
     for job in jobs:
         job.assert_filled()
-    fetched = sorted(place for outcome in outcomes for place in outcome.fetched)
+    loads = all_loaded(ranks, outcomes)
+    fetched = sorted(place for load in loads for place in load.fetched)
     assert all(a[0] < b[0] or a[2] <= b[1] for a, b in itertools.pairwise(fetched)), "once"
-    for rank, (share, outcome) in enumerate(zip(shares, outcomes, strict=True)):
+    for rank, (share, loaded) in enumerate(zip(shares, loads, strict=True)):
         assert share is not None
         incoming = {
             sender: [
@@ -301,49 +321,47 @@ def test_each_byte_is_fetched_by_one_rank_and_reaches_all_that_need_it(
             ]
             for sender in {0, 1, 2} - {rank}
         }
-        assert outcome.received_bytes == sum(map(sum, incoming.values()))
+        assert loaded.received_bytes == sum(map(sum, incoming.values()))
         for sender, sizes in incoming.items():
             sent = [len(body) for body in ranks.sent.get((sender, rank), [])]
             assert sent == (sizes if hosts[sender] != hosts[rank] else []), "what it needs, no more"
 
 
-def test_without_shared_memory_whole_stretches_are_sent_without_a_copy(monkeypatch, tmp_path):
-    monkeypatch.setattr(shared_memory, "_BOOT_ID", tmp_path / "absent")
-    messages: list[int] = []
-    slots: list[tuple[int, int]] = []
+def test_whole_stretches_are_sent_out_of_their_slots_and_kept_no_longer_than_their_round(
+    monkeypatch,
+):
+    sent: dict[int, list[Any]] = {0: [], 1: [], 2: []}
+    places: list[int] = []
+    kept: dict[int, int] = {}
 
     def isend(self: RankThreads, message: torch.Tensor, **settings: Any) -> Any:
-        messages.append(message.data_ptr())
-        return send(self, message, **settings)
+        sent[settings["group"].rank].append(weakref.ref(message))
+        places.append(message.data_ptr())
+        return really(self, message, **settings)
 
-    def slot_of(self: Exchange, planned: SharedRequest) -> memoryview:
-        found = slot(self, planned)
-        at = np.frombuffer(found, np.uint8).ctypes.data
-        slots.append((at, at + found.nbytes))
-        return found
+    def count(rank: int, at: str) -> None:
+        if at == "done":
+            kept[rank] = sum(message() is not None for message in sent[rank])
 
-    send, slot = RankThreads.isend, Exchange._slot_of
+    really = RankThreads.isend
     monkeypatch.setattr(RankThreads, "isend", isend)
-    monkeypatch.setattr(Exchange, "_slot_of", slot_of)
-    jobs = [Rank(ALL) for _ in range(3)]
-    shares = share_out([job.offer(rank, 3) for rank, job in enumerate(jobs)])
-    run(monkeypatch, jobs, shares, (0, 0, 0))
-    for job in jobs:
-        job.assert_filled()
-    assert len(messages) > 20
-    assert all(any(low <= at < high for low, high in slots) for at in messages)
+    loads = all_loaded(*run(monkeypatch, replicas(), (0, 1, 2), hook=count))
+    slots = [slot for load in loads for slot in load.slots]
+    assert len(places) > 20
+    assert all(any(place in slot for slot in slots) for place in places), "without a copy"
+    assert sum(kept.values()) <= 4, "of the last round"
 
 
 def test_what_another_key_fills_is_left_alone(monkeypatch):
     """The reads are taken out of the spans after the ranks have planned who fetches what."""
     for hosts in ((0, 0, 0), (0, 1, 2)):
         twice = [Rank([*_part, *_part]) for _part in map(LAYOUTS["columns"], range(3))]
-        offers = [job.offer(rank, 3) for rank, job in enumerate(twice)]
+        shares = shares_of(twice)
         for job in twice:
             covered = job.planned.reads[: len(job.filled) // 2]
             for span in job.planned.spans:
                 span.tag.reads[:] = [read for read in span.tag.reads if read not in covered]
-        run(monkeypatch, twice, share_out(offers), hosts)
+        all_loaded(*run(monkeypatch, twice, hosts, shares=shares))
         for job in twice:
             half = len(job.filled) // 2
             assert not any(tensor.any() for tensor in job.filled[:half])
@@ -435,20 +453,15 @@ def test_slots_are_as_large_as_the_largest_request_wherever_that_begins(one):
 
 def test_nobody_finds_the_slots_once_the_ranks_have_found_them(monkeypatch):
     addresses: list[SharedMemoryAddress] = []
-    mapped: list[memoryview] = []
 
     def attach(address: SharedMemoryAddress) -> memoryview | None:
         addresses.append(address)
-        memory = really(address)
-        assert memory is not None
-        mapped.append(memory)
-        return memory
+        return really(address)
 
     really = shared_memory.attach
     monkeypatch.setattr(exchange, "attach", attach)
-    _, outcomes = load_all(monkeypatch, "replicas")
-    assert outcomes == [None] * 3
-    assert len(addresses) == len(mapped) == 6
+    all_loaded(*run(monkeypatch, replicas()))
+    assert len(addresses) == 6
     assert not any(really(address) for address in addresses)
 
 
@@ -472,25 +485,6 @@ def test_a_slot_is_free_when_all_ranks_are_in_the_next_round(two):
     assert first == [False, False, False, False, True, False]
 
 
-def test_messages_are_kept_no_longer_than_their_round(monkeypatch):
-    sent: dict[int, list[Any]] = {0: [], 1: [], 2: []}
-    kept: dict[int, int] = {}
-
-    def isend(self: RankThreads, message: torch.Tensor, **settings: Any) -> Any:
-        sent[settings["group"].rank].append(weakref.ref(message))
-        return really(self, message, **settings)
-
-    def count(rank: int, exchanging: Exchange, at: str) -> None:
-        if at == "done":
-            kept[rank] = sum(message() is not None for message in sent[rank])
-
-    really = RankThreads.isend
-    monkeypatch.setattr(RankThreads, "isend", isend)
-    load_all(monkeypatch, "replicas", (0, 1, 2), count)
-    assert sum(map(len, sent.values())) > 12
-    assert sum(kept.values()) <= 4, "of the last round"
-
-
 # --- one rank's part ------------------------------------------------------------------------------
 
 
@@ -501,65 +495,59 @@ def test_what_is_not_shared_waits_for_nothing(one):
     exchanging.keep(own, Progress(60))
 
 
-def test_a_worker_gets_a_slot_as_soon_as_it_is_its_turn(monkeypatch, one):
+def test_a_worker_gets_a_slot_as_soon_as_it_is_its_turn_and_one_is_free(monkeypatch, two):
     """Though it looks only now and then whether the transfer was stopped."""
     monkeypatch.setattr(exchange, "STEP_SECONDS", 600.0)
-    rounds = [[request_of(0, n, to1=())] for n in range(3)]
-    exchanging, progress = prepared(ExchangePlan(rounds), one), Progress(60)
-    first, second, third = exchanging.requests
-    asked, really = threading.Event(), exchanging.may_begin
+    plan, progress = ExchangePlan([[request_of(0, n, to1=())] for n in range(3)]), Progress(60)
 
-    def may_begin(request: RangeRequest[Any]) -> bool:
-        found = really(request)
-        if not found:
-            asked.set()  # and then it waits, and gives the lock away
-        return found
+    def call(rank: int, group: Any) -> None:
+        exchanging = prepared(plan, group)
+        if rank:
+            return exchanging.advance()
+        asked, really = threading.Event(), exchanging.may_begin
 
-    monkeypatch.setattr(exchanging, "may_begin", may_begin)
-    with ThreadPoolExecutor(2) as pool:
-        waiting = pool.submit(exchanging.admit, second, progress)
-        assert asked.wait(30)
-        assert exchanging.admit(first, progress) is not None
-        slot = waiting.result(30)
-        assert slot is not None and slot.nbytes == BLOCK
-        asked.clear()
-        waiting = pool.submit(exchanging.admit, third, progress)
-        assert asked.wait(30)
-        exchanging._round = 1
-        exchanging._outbox[0] = {}
-        exchanging._free_slots()
-        assert waiting.result(30) is not None
+        def may_begin(request: RangeRequest[Any]) -> bool:
+            found = really(request)
+            if not found:
+                asked.set()  # and then it waits, and gives the lock away
+            return found
 
+        exchanging.may_begin = may_begin  # type: ignore[method-assign]
+        first, second, third = exchanging.requests
+        with DaemonPool(1, "worker") as pool:
+            waiting = pool.submit(exchanging.admit, second, progress)
+            assert asked.wait(30)
+            assert exchanging.admit(first, progress) is not None
+            assert waiting.result(30) is not None
+            asked.clear()
+            waiting = pool.submit(exchanging.admit, third, progress)
+            assert asked.wait(30)
+            for request in (first, second):
+                exchanging.keep(request, progress)
+            exchanging.advance()
+            assert waiting.result(30) is not None
+            exchanging.keep(third, progress)
+            return exchanging.advance()
 
-def test_a_worker_that_waits_for_a_slot_ends_with_the_transfer(one):
-    """No other rank may ever free one: it may have failed."""
-    exchanging = prepared(ExchangePlan([[request_of(0, n, to1=())] for n in range(3)]), one)
-    progress = Progress(60)
-    for request in exchanging.requests[:2]:
-        exchanging.admit(request, progress)
-    with ThreadPoolExecutor(1) as pool:
-        admitted = pool.submit(exchanging.admit, exchanging.requests[2], progress)
-        progress.stop(ZeroDivisionError())
-        try:
-            assert isinstance(admitted.exception(30), ZeroDivisionError)
-        finally:
-            exchanging._freed = 1
+    assert two.run(call) == [None, None]
 
 
-def test_a_worker_that_waits_to_know_who_reads_its_slots_ends_with_the_transfer(two):
-    progress = Progress(60)
-    stopped = threading.Event()
+@pytest.mark.parametrize("for_what", ["a slot", "who reads it"])
+def test_a_worker_that_waits_for_others_ends_with_the_transfer(two, for_what):
+    """They may never come: one of them may have failed."""
+    progress, stopped = Progress(60), threading.Event()
 
     def wait(rank: int, group: Any) -> None:
         if rank:
             assert stopped.wait(30)
             return
-        exchanging = prepared(ExchangePlan([[request_of(0, 0, to1=())]]), group)
-        (request,) = exchanging.requests
-        exchanging.admit(request, progress)
+        exchanging = prepared(ExchangePlan([[request_of(0, n, to1=())] for n in range(3)]), group)
         threading.Timer(0.01, progress.stop, [ZeroDivisionError()]).start()
         try:
-            exchanging.keep(request, progress)
+            for request in exchanging.requests:
+                exchanging.admit(request, progress)
+                if for_what == "who reads it":
+                    exchanging.keep(request, progress)
         finally:
             stopped.set()
 
@@ -588,43 +576,6 @@ def test_parts_of_a_stretch_are_packed_if_they_are_three_quarters_of_it_or_less(
 # --- failures -------------------------------------------------------------------------------------
 
 
-def load_all(
-    monkeypatch: pytest.MonkeyPatch,
-    layout: str,
-    hosts: Sequence[int] = (0, 0, 0),
-    hook: Callable[[int, Exchange, str], None] = lambda *_: None,
-    ranks: RankThreads | None = None,
-) -> tuple[RankThreads, list[Any]]:
-    """Load on three ranks. `hook` is called with a rank, and where in the load it is."""
-    ranks = ranks or RankThreads(3)
-    jobs = [Rank(LAYOUTS[layout](rank)) for rank in range(3)]
-    shares = share_out([job.offer(rank, 3) for rank, job in enumerate(jobs)])
-    as_on_hosts(monkeypatch, ranks, hosts)
-
-    def call(rank: int, group: Any) -> None:
-        share, progress = shares[rank], Progress(60)
-        assert share is not None
-        with Exchange(share, group, "url") as exchanging:
-            hook(rank, exchanging, "before")
-            exchanging.prepare(jobs[rank].planned, 0)
-            hook(rank, exchanging, "prepared")
-            for request in exchanging.requests:
-                while not exchanging.may_begin(request):
-                    exchanging.advance()
-                slot = exchanging.admit(request, progress)
-                assert slot is not None
-                slot[:] = body_of(request.object_number, request.start, request.end)
-                consume(request, slot)
-                if request is exchanging.requests[-1]:
-                    hook(rank, exchanging, "last")
-                exchanging.keep(request, progress)
-                exchanging.advance()
-            exchanging.advance()
-            hook(rank, exchanging, "done")
-
-    return ranks, ranks.run(call)
-
-
 @pytest.mark.parametrize(
     ("where", "failing"),
     [
@@ -634,11 +585,11 @@ def load_all(
     ids=str,
 )
 def test_a_rank_that_fails_is_named_by_all_others_and_nobody_waits(monkeypatch, where, failing):
-    def fail(rank: int, _: Exchange, at: str) -> None:
+    def fail(rank: int, at: str) -> None:
         if rank in failing and at == where:
             raise CheckpointCorruptError(f"of rank {rank}") if rank else ZeroDivisionError("own")
 
-    ranks, outcomes = load_all(monkeypatch, "replicas", (0, 1, 1), fail)
+    ranks, outcomes = run(monkeypatch, replicas(), (0, 1, 1), hook=fail)
     assert ranks.deserted == []
     for rank, outcome in enumerate(outcomes):
         if rank in failing:
@@ -652,29 +603,36 @@ def test_a_rank_that_fails_is_named_by_all_others_and_nobody_waits(monkeypatch, 
 
 
 def test_a_rank_that_fails_after_the_last_round_fails_alone(monkeypatch):
-    def fail(rank: int, _: Exchange, at: str) -> None:
+    def fail(rank: int, at: str) -> None:
         if rank == 1 and at == "done":
             raise ZeroDivisionError
 
-    ranks, outcomes = load_all(monkeypatch, "columns", (0, 1, 1), fail)
+    ranks, outcomes = run(monkeypatch, replicas(), (0, 1, 1), hook=fail)
     assert ranks.deserted == []
-    assert outcomes[0] is outcomes[2] is None
-    assert isinstance(outcomes[1], ZeroDivisionError)
+    assert [type(outcome) for outcome in outcomes] == [Loaded, ZeroDivisionError, Loaded]
 
 
-def test_a_rank_that_cannot_read_the_slots_of_others_fails_all(monkeypatch):
-    def attach(address: Any) -> Any:
-        if ranks.calling.rank == 1:
-            raise OSError(errno.ENOMEM, "Cannot allocate memory")
-        return really(address)
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_ctrl_c_while_a_rank_waits_for_the_others_ends_all_of_them(monkeypatch, number):
+    """The n-th time that the thread of the load waits."""
+    of_thread, waited = threading.local(), itertools.count(1)
 
-    really, ranks = shared_memory.attach, RankThreads(3)
-    monkeypatch.setattr(exchange, "attach", attach)
-    _, outcomes = load_all(monkeypatch, "replicas", ranks=ranks)
+    def note(rank: int, at: str) -> None:
+        of_thread.rank = rank
+
+    def wait(future: Any, **settings: Any) -> Any:
+        if not settings and of_thread.rank == 1 and next(waited) == number:
+            raise KeyboardInterrupt
+        return really(future, **settings)
+
+    really = exchange.result_of
+    monkeypatch.setattr(exchange, "result_of", wait)
+    ranks, outcomes = run(monkeypatch, replicas(), (0, 1, 0), hook=note)
     assert ranks.deserted == []
-    for rank, outcome in enumerate(outcomes):
-        assert isinstance(outcome, OSError if rank == 1 else PeerFailedError)
-        assert "Cannot allocate memory" in str(outcome)
+    assert [type(one) for one in outcomes] == [PeerFailedError, KeyboardInterrupt, PeerFailedError]
+    for other in (outcomes[0], outcomes[2]):
+        assert isinstance(other.cause, RankFailedError)
+        assert "KeyboardInterrupt" in str(other.cause)
 
 
 def test_a_rank_that_only_receives_fails_all_if_it_cannot_read_the_slots(monkeypatch, two):
@@ -708,6 +666,6 @@ def test_a_rank_that_loses_the_others_in_a_step_does_not_wait_for_them_in_anothe
 
     really = getattr(RankThreads, call)
     monkeypatch.setattr(RankThreads, call, broken)
-    ranks, outcomes = load_all(monkeypatch, "replicas", (0, 1, 2))
+    ranks, outcomes = run(monkeypatch, replicas(), (0, 1, 2))
     assert all(isinstance(outcome, RankFailedError) for outcome in outcomes), outcomes
     assert 1 not in {rank for rank, _ in ranks.deserted}

@@ -133,19 +133,12 @@ def test_an_item_of_ours_has_the_digests_of_its_blocks_and_a_bound():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
-def test_what_only_torch_decodes_is_bounded_by_what_is_stored():
-    dos.save(
-        {"q": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)}, url := memory_url()
-    )
-    found = open_stored_checkpoint(StoreSpec(url)).item("q", (0,))
-    assert (found.sizes, found.dtype, found.limit_bytes) == ((3,), None, found.payload_length)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # as above
-def test_a_dtype_that_is_unknown_is_refused_whoever_decodes_it():
+def test_what_only_torch_decodes_is_bounded_and_an_unknown_dtype_is_refused():
     state = {"q": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "t": torch.ones(3)}
     dos.save(state, url := memory_url())
-    index = open_stored_checkpoint(StoreSpec(url)).index
+    opened = open_stored_checkpoint(StoreSpec(url))
+    found, index = opened.item("q", (0,)), opened.index
+    assert (found.sizes, found.dtype, found.limit_bytes) == ((3,), None, found.payload_length)
     assert index is not None
     unknown = partial(msgspec.structs.replace, dtype="float3")
     tensors = {key: unknown(tensor) for key, tensor in index.tensors.items()}
@@ -156,18 +149,12 @@ def test_a_dtype_that_is_unknown_is_refused_whoever_decodes_it():
         assert caught.value.key == key
 
 
-@pytest.mark.parametrize("meta", [None, StorageMeta(checkpoint_id="theirs", save_id="saved")])
-def test_planners_see_the_metadata_of_a_stock_checkpoint_with_the_id_of_the_load(meta):
-    metadata = Metadata({}, storage_meta=meta)
-    found = StockItems(metadata, {}).describe("loaded").storage_meta
-    theirs = meta or StorageMeta()
-    assert found is not None
-    assert (found.checkpoint_id, found.save_id, found.load_id) == (
-        theirs.checkpoint_id,
-        theirs.save_id,
-        "loaded",
-    )
-    assert metadata.storage_meta is meta
+def test_planners_see_the_metadata_of_a_stock_checkpoint_with_the_id_of_the_load():
+    for meta in (None, StorageMeta(checkpoint_id="theirs", save_id="saved")):
+        metadata = Metadata({}, storage_meta=meta)
+        found = StockItems(metadata, {}).describe("loaded").storage_meta
+        assert found == dataclasses.replace(meta or StorageMeta(), load_id="loaded")
+        assert metadata.storage_meta is meta
 
 
 def test_a_payload_is_undone_or_is_raw():
@@ -184,18 +171,14 @@ def test_a_payload_is_undone_or_is_raw():
     assert caught.value.key == "t"
 
 
-@pytest.mark.parametrize(
-    ("rename", "names"),
-    [
+def test_rules_are_applied_one_after_the_other():
+    for rename, names in (
         ([], ["a.b", "a.c"]),
-        ([("^a", "x")], ["x.b", "x.c"]),
         ([("^a", "x"), ("^x", "y")], ["y.b", "y.c"]),
         ([(r"\.(\w)", r"/\1")], ["a/b", "a/c"]),
         ((("b", "d"),), ["a.d", "a.c"]),
-    ],
-)
-def test_rules_are_applied_one_after_the_other(rename, names):
-    assert renamed(["a.b", "a.c"], rename) == dict(zip(["a.b", "a.c"], names, strict=True))
+    ):
+        assert renamed(["a.b", "a.c"], rename) == dict(zip(["a.b", "a.c"], names, strict=True))
 
 
 def test_no_two_keys_get_one_name_and_none_gets_an_empty_one():

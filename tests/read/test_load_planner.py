@@ -58,17 +58,13 @@ class WithExtraState(torch.nn.Module):
         self.kept = state
 
 
-@pytest.mark.parametrize("fresh", [torch.ones(2), torch.ones(3, 3), torch.ones(2).int(), 5, None])
-@pytest.mark.parametrize("trained", [torch.arange(2.0), 7, "text"])
-def test_a_module_gets_the_extra_state_that_was_saved_whatever_its_own_is(trained, fresh):
+@pytest.mark.parametrize("trained", [torch.arange(2.0), "text"])
+def test_a_module_gets_the_extra_state_that_was_saved_whatever_its_own_is(trained):
     dos.save({"m": WithExtraState(trained)}, url := memory_url(), progress=False)
-    module = WithExtraState(fresh)
-    dos.load({"m": module}, url, progress=False)
-    assert (
-        torch.equal(torch.as_tensor(module.kept), torch.as_tensor(trained))
-        if isinstance(trained, torch.Tensor)
-        else module.kept == trained
-    )
+    for fresh in (torch.ones(2), torch.ones(3, 3), torch.ones(2).int(), 5, None):
+        module = WithExtraState(fresh)
+        dos.load({"m": module}, url, progress=False)
+        assert str(module.kept) == str(trained)
 
 
 def test_every_key_that_does_not_fit_is_named_with_both_sides():
@@ -156,23 +152,15 @@ def test_what_is_missing_and_unexpected_is_in_the_order_of_state_and_checkpoint(
     assert one.reading
 
 
-@pytest.mark.parametrize(
-    ("states", "counted"),
-    [
-        ([{"x": 1}, {"y": 1, "z": 1}], "none of the 3 keys"),
-        ([{"x": 1}, {"a": 1}], None),
-        ([{"a": 1}, {"x": 1}], None),
-        ([{}, {}], None),
-    ],
-)
-def test_ranks_are_refused_if_the_checkpoint_has_nothing_that_any_of_them_asks_for(states, counted):
+def test_ranks_are_refused_if_the_checkpoint_has_nothing_that_any_of_them_asks_for(caplog):
     metadata = saved({"a": 1})
-    of_ranks = plans(metadata, *states, strict=False)
-    coordinator = planner(states[0], metadata, strict=False)
-    if counted is None:
+    for states in ([{"x": 1}, {"a": 1}], [{"a": 1}, {"x": 1}], [{}, {}]):
+        of_ranks = plans(metadata, *states, strict=False)
+        coordinator = planner(states[0], metadata, strict=False)
         assert coordinator.create_global_plan(of_ranks) is of_ranks
-        return
-    with pytest.raises(StateMismatchError, match=counted):
+        assert ("nothing is loaded" in caplog.text) == (not any(states))
+    of_ranks = plans(metadata, {"x": 1}, {"y": 1, "z": 1}, strict=False)
+    with pytest.raises(StateMismatchError, match="none of the 3 keys"):
         coordinator.create_global_plan(of_ranks)
 
 
@@ -207,9 +195,7 @@ def test_a_part_must_be_asked_for_by_the_ranks_together(strict, caplog):
     ("state", "advice"),
     [
         ({"model.w": 1, "model.v": 1}, 'rename=[("^", "model.")]'),
-        ({"x": 1, "model.v": 1}, 'rename=[("^", "model.")]'),
         ({"model.x": 1}, None),
-        ({"w": 1, "x.y": 1}, None),
         ({"optim.state.3.step": 1}, "pass the optimizer itself"),
         ({"state.3.step": 1}, "pass the optimizer itself"),
         ({"upstate.3.step": 1}, None),
@@ -273,13 +259,6 @@ def test_a_rank_asks_for_its_own_value_or_for_all(monkeypatch, rank, wants_all):
     }
     assert one.missing == (f"none.{rank}",)
     assert set(one.unexpected) == {"rng.x", "other.0"}
-
-
-def test_an_error_that_nothing_is_advised_about_has_no_advice():
-    dos.save({"w": torch.ones(3)}, url := memory_url(), progress=False)
-    with pytest.raises(StateMismatchError, match="shape") as caught:
-        dos.load({"w": torch.ones(4)}, url, progress=False)
-    assert caught.value.advice is None
 
 
 def test_a_part_of_the_state_that_is_missing_is_named_once():

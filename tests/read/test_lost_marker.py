@@ -67,17 +67,14 @@ def test_it_is_read_unverified_where_that_is_asked_for(checkpoint):
     assert int((dos.read_state_dict(url, verify=False)["w"] != torch.arange(1000.0)).sum()) == 1
 
 
-@pytest.mark.parametrize("quick", [False, True])
-def test_verify_says_that_there_is_nothing_to_verify_it_with(checkpoint, quick):
-    with pytest.raises(UnsupportedError, match=MARKER):
-        dos.open(checkpoint.as_uri(), verify=False).verify(quick=quick)
-
-
 def test_what_needs_the_marker_names_it(checkpoint):
     url = checkpoint.as_uri()
     for change in (dos.repair, dos.delete, lambda url: dos.pin(url, "paper")):
         with pytest.raises(CheckpointNotFoundError, match=MARKER):
             change(url)
+    for quick in (False, True):
+        with pytest.raises(UnsupportedError, match=MARKER):
+            dos.open(url, verify=False).verify(quick=quick)
 
 
 def test_with_its_marker_copied_back_it_is_verified_again(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +25,6 @@ from dcp_objstore.read.peers.plan import NEED, Held
 from dcp_objstore.read.plan import PlannedLoad
 from dcp_objstore.read.tensor_read import Block, TensorRead
 from dcp_objstore.transfer.ranges import Span
-
-CONFIG = TransferConfig(memory_budget_bytes=64 * MIB, request_size_bytes=8 * MIB)
 
 
 def offer(rank: int, rows: Sequence[tuple[int, ...]], count: int = 2, **settings: Any) -> Offer:
@@ -100,18 +97,14 @@ def test_ranks_share_only_in_exactly_their_group_in_its_order():
     assert all(share_out([offer(0, rows), offer(1, rows)]))
     assert share_out([offer(1, rows), offer(0, rows)]) == [None, None]
     assert share_out([offer(0, rows, 3), offer(1, rows, 3)]) == [None, None]
+    for other in (None, group_digest([0])):
+        assert share_out([offer(0, rows, group=other), offer(1, rows)]) == [None, None]
+        assert share_out([offer(0, rows), offer(1, rows, group=other)]) == [None, None]
 
 
-@pytest.mark.parametrize(
-    ("verify", "text"),
-    [
-        ([True, True, False], "rank 0 has True and rank 2 False"),
-        ([False, True, True], "rank 0 has False and rank 1 True"),
-    ],
-)
-def test_who_verifies_differently_is_named(verify, text):
-    offers = [offer(n, [whole(0)], 3, verify=verify[n]) for n in range(3)]
-    with pytest.raises(ConfigError, match=text):
+def test_who_verifies_differently_is_named():
+    offers = [offer(n, [whole(0)], 3, verify=n < 2) for n in range(3)]
+    with pytest.raises(ConfigError, match="rank 0 has True and rank 2 False"):
         share_out(offers)
 
 
@@ -215,45 +208,58 @@ def test_ranks_that_all_come_load_together(monkeypatch, store, caplog):
 
 
 def test_one_rank_decides_for_all_who_come_later_and_says_so(monkeypatch, store, caplog):
-    monkeypatch.setattr(meeting, "_PATIENCE_SECONDS", 0.01)
-    with caplog.at_level(logging.WARNING):
-        assert not arrive(monkeypatch, 1)
-        (record,) = caplog.records
-        assert "1 of 3 ranks" in record.getMessage()
-        assert not arrive(monkeypatch, 0)
-        assert not arrive(monkeypatch, 2), "the last one, too"
+    assert not arrive(monkeypatch, 1, patience_seconds=0.01)
+    (record,) = caplog.records
+    assert "1 of 3 ranks" in record.getMessage()
+    assert not arrive(monkeypatch, 0)
+    assert not arrive(monkeypatch, 2), "the last one, too"
     assert caplog.records == [record]
 
 
-@pytest.mark.parametrize(("longest", "timeout"), [(0.5, 60.0), (60.0, 0.5)])
-def test_patience_is_the_shorter_of_five_seconds_and_the_peers_time_out(
-    monkeypatch, store, longest, timeout
+class Store:
+    """What a `HashStore` is, but nothing comes while it is waited for."""
+
+    def __init__(self, others: int = 0) -> None:
+        self.kept, self.others = dist.HashStore(), others
+        self.waited: list[float] = []
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
+        self.waited.append(timeout.total_seconds())
+        raise dist.DistStoreError
+
+    def add(self, key: str, number: int) -> int:
+        if not number and self.others:
+            self.others -= 1
+            if self.kept.add(key, 1) == 3:
+                self.kept.set(key.replace("arrivals", "decided"), "together")
+        return self.kept.add(key, number)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kept, name)
+
+
+@pytest.mark.parametrize(
+    ("step", "patience", "longest"), [(600.0, 0.25, 0.25), (600.0, 60, 5), (0.002, 0.02, 0.002)]
+)
+def test_patience_is_five_seconds_or_the_peers_time_out_if_that_is_less(
+    monkeypatch, step, patience, longest
 ):
-    assert meeting._PATIENCE_SECONDS == 5
-    waited: list[float] = []
-    monkeypatch.setattr(meeting, "_PATIENCE_SECONDS", longest)
-    monkeypatch.setattr(meeting, "_is_set", lambda _store, _key, seconds: waited.append(seconds))
-    assert not arrive(monkeypatch, 0, 3, timeout)
-    assert waited == [0.5]
-
-
-def test_other_threads_have_the_store_between_two_short_waits_for_it(monkeypatch):
-    waited: list[float] = []
-
-    class Store:
-        def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
-            waited.append(timeout.total_seconds())
-            raise dist.DistStoreError
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(kept, name)
-
-    kept, store = dist.HashStore(), Store()
+    """In short steps, between which other threads have the store."""
+    store = Store()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(meeting, "STEP_SECONDS", 0.002)
+    monkeypatch.setattr(meeting, "STEP_SECONDS", step)
     with ThreadPoolExecutor(1) as pool:
-        assert not pool.submit(arrive, monkeypatch, 0, 3, 0.02).result(30)
-    assert max(waited) == pytest.approx(0.002)
+        assert not pool.submit(arrive, monkeypatch, 0, 3, patience).result(30)
+    assert max(store.waited) == pytest.approx(longest, rel=0.2)
+
+
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_a_rank_waits_for_others_as_long_as_they_keep_coming(others, monkeypatch):
+    """One of three: the others come one by one, whenever it has run out of patience."""
+    store = Store(others)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    assert arrive(monkeypatch, 0, 3, 0.001) == (others == 2)
+    assert store.others == 0
 
 
 def test_a_store_that_is_gone_is_the_failure_of_a_rank(monkeypatch, store):

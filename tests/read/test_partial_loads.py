@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import dcp_objstore as dos
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.read.mismatch import nearest
-from dcp_objstore.read.planner import AgreeingLoadPlanner
 from tests.support.checkpoints import memory_url
 from tests.support.ranks import run_ranks
 
@@ -35,21 +32,6 @@ def saved(url: str) -> tuple[nn.Sequential, torch.optim.AdamW]:
     made, optimizer = trained(2)
     dos.save({"model": made, "optim": optimizer, "step": 5}, url, progress=False)
     return made, optimizer
-
-
-def test_weights_load_without_the_optimizer_and_the_rest_is_named(tmp_path, caplog):
-    url = (tmp_path / "step-5").as_uri()
-    made, _ = saved(url)
-    fresh = model(2)
-    report = dos.load({"model": fresh}, url, progress=False)
-    assert all(
-        torch.equal(a, b) for a, b in zip(made.parameters(), fresh.parameters(), strict=True)
-    )
-    assert report.missing == ()
-    assert "step" in report.unexpected
-    assert "optim.state.0.weight.exp_avg" in report.unexpected
-    assert not any(key.startswith("model.") for key in report.unexpected)
-    assert "optimizer state" not in caplog.text
 
 
 def test_a_larger_model_takes_what_there_is_and_keeps_the_rest(tmp_path, caplog):
@@ -97,50 +79,14 @@ def test_an_optimizer_that_was_not_saved_is_left_as_it_is(tmp_path):
     assert all(key.startswith("optim.") for key in report.missing)
 
 
-def test_shapes_must_fit_also_in_a_partial_load(tmp_path):
-    url = (tmp_path / "step-5").as_uri()
-    saved(url)
-    state = {"model": nn.Sequential(nn.Linear(5, 4))}
-    with pytest.raises(StateMismatchError, match=r"saved with shape \(4, 4\)"):
-        dos.load(state, url, strict=False, progress=False)
-
-
-def test_a_checkpoint_with_nothing_of_the_state_is_refused(tmp_path):
-    url = (tmp_path / "step-5").as_uri()
-    saved(url)
-    with pytest.raises(StateMismatchError, match="none of the 4 keys"):
-        dos.load({"net": model(2)}, url, strict=False, progress=False)
-
-
-def load_stages(rank: int, world: int, url: str) -> tuple[tuple[str, ...], float]:
-    """Each rank asks for a tensor of its own; rank 2's was not saved."""
-    state = {f"stage{rank}": torch.zeros(3)}
-    report = dos.load(state, url, strict=False, progress=False)
-    dist.barrier()
-    return report.missing, float(state[f"stage{rank}"][0])
-
-
-def test_each_rank_reports_what_its_own_state_misses(tmp_path):
-    url = (tmp_path / "step-5").as_uri()
-    dos.save({f"stage{n}": torch.full((3,), n + 1.0) for n in range(2)}, url, progress=False)
-    assert run_ranks(3, load_stages, url) == [((), 1.0), ((), 2.0), (("stage2",), 0.0)]
-
-
-@pytest.mark.parametrize("others", [10, 1000])
-@pytest.mark.parametrize(
-    ("asked", "first"),
-    [
-        ("head.weight", "model.head.weight"),
-        ("module.model.head.weight", "model.head.weight"),
-        ("model.head", "model.head.weight"),
-        ("modul.head.weight", "model.head.weight"),
-        ("model.head.weigth", "model.head.weight"),
-    ],
-)
-def test_the_nearest_of_many_names_is_found(asked, first, others):
-    saved = [f"mod{number:04}.norm.bias" for number in range(others)]
-    saved.insert(others // 2, "model.head.weight")
-    assert nearest(asked, saved)[0] == first
+def test_the_nearest_of_many_names_is_found():
+    saved = [f"mod{number:04}.norm.bias" for number in range(1000)]
+    saved.insert(500, "model.head.weight")
+    for asked in (
+        *("head.weight", "module.model.head.weight", "model.head", "modul.head.weight"),
+        "model.head.weigth",
+    ):
+        assert nearest(asked, saved)[0] == "model.head.weight"
 
 
 def test_of_many_names_the_end_counts_as_much_as_the_start():
@@ -164,20 +110,6 @@ def test_of_the_names_inside_a_key_up_to_three_are_named():
     saved = [f"model.layers.{number}" for number in range(4)]
     assert nearest("model", saved[:2]) == saved[:2]
     assert nearest("model", saved) == saved[:3]
-
-
-@pytest.mark.parametrize("ranks", [["empty", "empty"], ["empty", "full"], ["full", "empty"]])
-def test_a_load_is_called_empty_only_if_no_rank_loads_anything(ranks, caplog):
-    url = memory_url()
-    dos.save({"t": torch.ones(2)}, url, progress=False)
-    plans, metadata = [], dos.ObjectStoreReader(url).read_metadata()
-    for rank in ranks:
-        planner = AgreeingLoadPlanner(url)
-        planner.set_up_planner({"t": torch.ones(2)} if rank == "full" else {}, metadata)
-        plans.append(pickle.loads(pickle.dumps(planner.create_local_plan())))
-        assert not plans[-1].items, "they stay on their rank"
-    planner.create_global_plan(plans)
-    assert ("nothing is loaded" in caplog.text) is ("full" not in ranks)
 
 
 def test_a_value_whose_name_begins_like_that_of_a_module_is_none_of_its_keys(caplog):
@@ -222,13 +154,6 @@ def test_what_another_rank_asks_for_is_not_warned_of(tmp_path):
         assert second == []
 
 
-def test_who_asks_for_torchs_optimizer_state_is_told_to_pass_the_optimizer(tmp_path):
-    url = tmp_path.as_uri()
-    _, optimizer = saved(url)
-    with pytest.raises(StateMismatchError, match="pass the optimizer itself"):
-        dos.load({"optim": optimizer.state_dict()}, url)
-
-
 def test_an_optimizer_that_was_passed_is_not_said_to_be_torchs_state(tmp_path):
     url = tmp_path.as_uri()
     saved(url)
@@ -236,11 +161,3 @@ def test_an_optimizer_that_was_passed_is_not_said_to_be_torchs_state(tmp_path):
     with pytest.raises(StateMismatchError, match=r"model\.2\.weight") as caught:
         dos.load({"model": larger, "optim": torch.optim.AdamW(larger.parameters())}, url)
     assert "pass the optimizer itself" not in str(caught.value)
-
-
-def test_who_names_a_model_that_was_saved_without_a_name_is_told_the_rename(tmp_path):
-    url = tmp_path.as_uri()
-    dos.save(dict(model(2).state_dict()), url)
-    with pytest.raises(StateMismatchError, match=r'rename=\[\("\^", "model\."\)\]'):
-        dos.load({"model": model(2)}, url)
-    dos.load({"model": model(2)}, url, rename=[("^", "model.")])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import gc
 import pickle
-import weakref
+import threading
 from typing import Any
 from unittest.mock import Mock
+from weakref import finalize
 
 import numpy as np
 import pytest
@@ -26,12 +27,12 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
-from dcp_objstore.observe.events import Event, Failed, Loaded, Opened, Planned
+from dcp_objstore.observe.events import Failed, Loaded, Opened, Planned
 from dcp_objstore.read import reader as module
 from dcp_objstore.read.peers.exchange import PeerFailedError, Share
 from dcp_objstore.read.peers.meeting import Offer, group_digest
 from dcp_objstore.read.peers.plan import NEED, ExchangePlan
-from tests.support.checkpoints import memory_url
+from tests.support.checkpoints import memory_url, without_collector
 from tests.support.listening import Heard, of
 
 
@@ -50,14 +51,17 @@ class Load:
     """One rank's load, up to the plan."""
 
     def __init__(
-        self, reader: dos.ObjectStoreReader, planner: DefaultLoadPlanner | None = None
+        self,
+        reader: dos.ObjectStoreReader,
+        planner: DefaultLoadPlanner | None = None,
+        rank: int = 0,
     ) -> None:
         self.reader, self.planner = reader, planner or DefaultLoadPlanner()
         self.state = blank()
         reader.reset()
         metadata = reader.read_metadata()
         self.planner.set_up_planner(self.state, metadata, True)
-        reader.set_up_storage_reader(metadata, True, rank=0)
+        reader.set_up_storage_reader(metadata, True, rank=rank)
         self.plan = reader.prepare_local_plan(self.planner.create_local_plan())
 
     def read(self) -> None:
@@ -69,12 +73,10 @@ def reader_of(url: str, **settings: Any) -> dos.ObjectStoreReader:
     return dos.ObjectStoreReader(url, progress=False, **settings)
 
 
-def settled(heard: Heard, kind: type[Event], reader: dos.ObjectStoreReader) -> list[Any]:
-    """The events of a kind, once the reader's listeners have heard all."""
-    load = getattr(reader._of_thread, "load", None)
-    assert load is not None
-    load.channel.flush()
-    return list(of(kind, heard))
+def ranks_are(monkeypatch: pytest.MonkeyPatch, *ranks: int) -> None:
+    """This process passes for the first of these ranks."""
+    monkeypatch.setattr(module, "current_rank", lambda: ranks[0])
+    monkeypatch.setattr(module.dist, "get_process_group_ranks", lambda _: ranks)
 
 
 def test_each_item_is_committed_to_the_planner_once_it_is_filled(url):
@@ -120,7 +122,7 @@ def test_events_and_report_say_what_was_read(url):
     assert (report.objects, report.requests, report.received_bytes) == (1, 1, 0)
     assert report.needed_bytes < report.total_bytes < report.needed_bytes + MIB
     assert not report.unverified
-    (opened,) = settled(heard, Opened, reader)
+    (opened,) = of(Opened, heard)
     (planned,) = of(Planned, heard)
     (loaded,) = of(Loaded, heard)
     assert opened.commit_id == report.commit_id == dos.open(url).commit_id
@@ -128,9 +130,8 @@ def test_events_and_report_say_what_was_read(url):
     assert planned.size_bytes == report.total_bytes
     assert (report.slow_ranges, report.local_bytes) == (0, 0)
     assert (loaded.report, loaded.seconds) == (report, report.seconds)
-    reader = reader_of(url, on_event=heard, verify=False)
+    reader = reader_of(url, verify=False)
     Load(reader).read()
-    assert settled(heard, Loaded, reader)[-1].report.unverified
     assert reader.last_load is not None and reader.last_load.unverified
 
 
@@ -205,7 +206,7 @@ def test_a_plan_of_ranks_is_read_once(url, monkeypatch):
         return False
 
     monkeypatch.setattr(module, "all_arrived", arrived)
-    monkeypatch.setattr(module.ObjectStoreReader, "_group_ranks", lambda _: (0, 1, 2))
+    ranks_are(monkeypatch, 0, 1, 2)
     load = Load(reader_of(url))
     share = Share(ExchangePlan([]), {}, "meeting")
     plan = load.planner.finish_plan(dataclasses.replace(load.plan, storage_data=share))
@@ -218,14 +219,11 @@ def test_a_plan_of_ranks_is_read_once(url, monkeypatch):
 
 
 def test_the_failure_of_another_rank_is_reported_and_left_to_that_rank(url, monkeypatch):
-    def fail(*_: object, **__: object) -> Any:
-        raise PeerFailedError(RankFailedError("of another", rank=7))
-
-    monkeypatch.setattr(module, "run_load", fail)
-    heard = Heard()
+    heard, failure = Heard(), PeerFailedError(RankFailedError("of another", rank=7))
+    monkeypatch.setattr(module, "run_load", Mock(side_effect=failure))
     load = Load(reader_of(url, on_event=heard))
     load.read()
-    (failed,) = settled(heard, Failed, load.reader)
+    (failed,) = of(Failed, heard)
     assert failed.failed_rank == 7
     assert load.reader.last_load is None
 
@@ -244,10 +242,8 @@ def test_an_error_of_the_opening_is_raised_by_the_next_call_with_its_rank():
 
 
 def test_whatever_goes_wrong_while_opening_is_an_error_of_ours(url, monkeypatch):
-    def fail(*_: object, **__: object) -> Any:
-        raise ZeroDivisionError("a bug")
-
-    monkeypatch.setattr(module, "open_stored_checkpoint", fail)
+    failing = Mock(side_effect=ZeroDivisionError("a bug"))
+    monkeypatch.setattr(module, "open_stored_checkpoint", failing)
     reader = reader_of(url)
     metadata = reader.read_metadata()
     with pytest.raises(RankFailedError, match="ZeroDivisionError: a bug") as caught:
@@ -269,11 +265,8 @@ def test_a_reader_is_aimed_at_other_checkpoints_one_after_the_other(url):
 
 
 def test_a_rank_whose_group_cannot_pass_bytes_offers_to_load_by_itself(url, monkeypatch):
-    def refuse(*_: object) -> None:
-        raise UnsupportedError("no gloo here")
-
-    monkeypatch.setattr(module, "current_rank", lambda: 0)
-    monkeypatch.setattr(module.ObjectStoreReader, "_group", refuse)
+    ranks_are(monkeypatch, 0, 1)
+    monkeypatch.setattr(module, "exchange_group", Mock(side_effect=UnsupportedError("no gloo")))
     load = Load(reader_of(url, process_group=object()))
     assert load.plan.storage_data == Offer(url, dos.open(url).commit_id)
     load.read()
@@ -284,8 +277,7 @@ def test_a_rank_whose_group_cannot_pass_bytes_offers_to_load_by_itself(url, monk
 def test_a_rank_offers_to_load_with_those_of_its_group_if_each_byte_is_read_once(
     url, monkeypatch, read_once
 ):
-    monkeypatch.setattr(module, "current_rank", lambda: 0)
-    monkeypatch.setattr(module.ObjectStoreReader, "_group_ranks", lambda _: (0, 1))
+    ranks_are(monkeypatch, 0, 1)
     offer = Load(reader_of(url, read_once=read_once)).plan.storage_data
     assert offer.group == (group_digest((0, 1)) if read_once else None)
     assert (offer.needs is not None) == read_once
@@ -294,17 +286,13 @@ def test_a_rank_offers_to_load_with_those_of_its_group_if_each_byte_is_read_once
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_error_of_the_lowest_rank_names_the_next_step(monkeypatch, rank):
     """It is the one that all ranks raise; so the others need not ask for it."""
-
-    def fail(*_: object, **__: object) -> Any:
-        raise CheckpointGoneError("it was deleted")
-
     root = memory_url().rpartition("/")[0]
     with dos.CheckpointManager(root, sweep=False) as run:
         for step in (1, 2):
             run.save(step, {"t": torch.ones(5), "v": "x"})
-    load = Load(reader_of(f"{root}/step-1"))
-    load.reader._opened().rank = rank
-    monkeypatch.setattr(module, "run_load", fail)
+    load = Load(reader_of(f"{root}/step-1"), rank=rank)
+    gone = CheckpointGoneError("it was deleted")
+    monkeypatch.setattr(module, "run_load", Mock(side_effect=gone))
     with pytest.raises(CheckpointGoneError) as caught:
         load.read()
     assert ("next step of the run is step-2" in str(caught.value)) == (rank == 0)
@@ -323,55 +311,42 @@ def test_errors_of_planners_are_ours_with_rank_and_url(url):
 
 
 def test_a_pickled_reader_has_its_settings_and_no_load(url, tmp_path):
-    reader = reader_of(
-        url, verify=False, trust_pickle=True, rename=[("^t$", "u")], local=str(tmp_path)
-    )
-    reader._process_group = object()  # type: ignore[assignment]
+    settings = {"verify": False, "rename": [("^t$", "u")], "local": str(tmp_path)}
+    reader = reader_of(url, process_group=threading.Lock(), **settings)  # which is not pickled
     metadata = reader.read_metadata()
     assert reader.load_id is not None
     reader.last_load = object()  # type: ignore[assignment]
-    body = pickle.dumps(reader)
-    copy = pickle.loads(body)
-    assert (copy.last_load, copy.load_id, copy._process_group) == (None, None, None)
+    copy = pickle.loads(pickle.dumps(reader))
+    assert (copy.last_load, copy.load_id) == (None, None)
     assert repr(copy) == repr(reader) == f"ObjectStoreReader({url!r})"
-    assert copy._local == reader._local
     assert copy.read_metadata().state_dict_metadata == metadata.state_dict_metadata
     state = {"u": torch.zeros(5)}
     dcp.load(state, storage_reader=copy, no_dist=True)
     assert copy.last_load is not None and copy.last_load.unverified
 
 
-def test_a_load_that_failed_before_its_first_call_is_reported_as_well():
-    heard = Heard()
-    reader = reader_of(url := memory_url(), on_event=heard)
-    reader._report_failure(StoreUnavailableError("down"))
-    (failed,) = of(Failed, heard)
-    assert (failed.url, failed.operation) == (url, "load")
-    reader.read_metadata()
-    reader._report_failure(StoreUnavailableError("down"))
-    assert len(of(Failed, heard)) == 2
-
-
-def test_a_kept_error_is_let_go_once_it_was_raised(url):
+def test_an_error_of_the_opening_is_let_go_once_it_was_raised():
     class Kept:
         pass
 
-    load = module._Load(None, None)  # type: ignore[arg-type]
-    kept = Kept()
-    gone = weakref.ref(kept)
-    load.error = StoreUnavailableError("down")
-    load.error.kept = kept  # type: ignore[attr-defined]
-    gc.disable()
-    try:
+    def fail(*_: object, **__: object) -> Any:
+        error = StoreUnavailableError("down")
+        error.kept = Kept()  # type: ignore[attr-defined]
+        finalize(error.kept, gone.append, True)  # type: ignore[attr-defined]
         try:
-            load.raise_error()
-        except StoreUnavailableError as error:
-            assert error.rank is None
-        del kept
-        assert gone() is None, "without the garbage collector"
-    finally:
-        gc.enable()
-    load.raise_error()
+            raise error
+        finally:
+            del error
+
+    gone: list[bool] = []
+    reader = reader_of(memory_url())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "open_stored_checkpoint", fail)
+        metadata = reader.read_metadata()
+    with without_collector():
+        with contextlib.suppress(StoreUnavailableError):
+            reader.set_up_storage_reader(metadata, False, rank=3)
+        assert gone
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,15 +28,13 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.dispatch import Channel
 from dcp_objstore.observe.report import LoadReport
 from dcp_objstore.read import session
-from dcp_objstore.read.item_read import CompletionQueue, ItemRead
-from dcp_objstore.read.items import ItemLocation
-from dcp_objstore.read.peers import exchange, shared_memory
-from dcp_objstore.read.peers.exchange import Exchange, needs_of
-from dcp_objstore.read.peers.meeting import Offer, group_digest, share_out
+from dcp_objstore.read.peers import exchange, meeting, shared_memory
+from dcp_objstore.read.peers.exchange import Exchange
+from dcp_objstore.read.peers.meeting import make_offer, share_out
 from dcp_objstore.read.plan import PlannedLoad, plan_load
 from dcp_objstore.read.session import run_load
 from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_rooted
-from dcp_objstore.read.tensor_read import Block, TensorRead
+from dcp_objstore.read.tensor_read import Block
 from dcp_objstore.state.device import Inbound
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import RangeReading
@@ -63,22 +63,40 @@ def opened(state: dict[str, Any]) -> tuple[ObjectStore, StoredCheckpoint]:
 # --- how much at a time ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("concurrency", "is_near", "size_mib"),
-    [("auto", False, 16), ("auto", True, 32), (4, False, 32)],
-)
-def test_requests_grow_with_what_is_loaded_as_the_window_or_the_setting_allows(
-    monkeypatch, concurrency, is_near, size_mib
-):
-    store: Any = SimpleNamespace(range_reading=RangeReading(ahead=True))
-    window = SimpleNamespace(is_near=is_near)
+def test_requests_grow_with_what_is_loaded_as_the_window_or_the_setting_allows(monkeypatch):
+    """Where they are sent ahead, and not into slots of the ring of a device."""
+    ahead, window = RangeReading(ahead=True), SimpleNamespace(is_near=False)
+    store: Any = SimpleNamespace(range_reading=ahead)
     monkeypatch.setattr(session, "limiter_of", lambda _: SimpleNamespace(window=window))
-    config = dos.TransferConfig(download_concurrency=concurrency)
-    spans: Any = [Span(n, 1000, 1000 + 1024 * MIB, None) for n in range(2)]
-    assert session._request_size(store, spans, {CPU}, config) == size_mib * MIB
-    config = dataclasses.replace(config, request_size_bytes=40 * MIB)
-    assert session._request_size(store, spans, {CPU}, config) == 40 * MIB
-    assert session._request_size(store, spans[:0], {CPU}, CONFIG) == CONFIG.request_size_bytes
+    fixed, large = (
+        dataclasses.replace(CONFIG, **changed)
+        for changed in ({"download_concurrency": 4}, {"request_size_bytes": 40 * MIB})
+    )
+    gib: Any = [Span(n, 1000, 1000 + 1024 * MIB, None) for n in range(2)]
+    usual, meta = CONFIG.request_size_bytes, torch.device("meta")
+    for config, is_near, reading, spans, devices, size_bytes in (
+        (CONFIG, False, ahead, gib, {CPU}, 16 * MIB),
+        (CONFIG, True, ahead, gib, {CPU}, 32 * MIB),
+        (fixed, False, ahead, gib, {CPU}, 32 * MIB),
+        (large, True, ahead, gib, {CPU}, 40 * MIB),
+        (CONFIG, True, ahead, gib[:0], {CPU}, usual),
+        (CONFIG, True, RangeReading(), gib, {CPU}, usual),
+        (CONFIG, True, ahead, gib, {CPU, meta}, usual),
+    ):
+        window.is_near, store.range_reading = is_near, reading
+        assert session._request_size(store, spans, devices, config) == size_bytes
+
+
+def test_streams_are_settled_if_any_destination_is_on_a_device(monkeypatch):
+    store, checkpoint = opened({"t": torch.arange(5.0)})
+    settled = Mock()
+    monkeypatch.setattr(session, "wait_for_streams", settled)
+    monkeypatch.setattr(session, "lanes_into", lambda _: {})
+    monkeypatch.setattr(session, "check_destination", Mock())
+    for device, often in (("cpu", 0), ("meta", 1)):
+        planned = plan_load(checkpoint, [item("t", (5,))], verify=True)
+        load(store, planned, [torch.zeros(5, device=device)])
+        assert settled.call_count == often
 
 
 @pytest.mark.parametrize(
@@ -88,49 +106,15 @@ def test_requests_grow_with_what_is_loaded_as_the_window_or_the_setting_allows(
 def test_the_ring_has_slots_for_the_largest_request_and_no_more_than_there_are(
     monkeypatch, sizes_mib, concurrency, slots
 ):
-    made: list[tuple[Any, ...]] = []
-
-    def inbound(*args: Any) -> str:
-        made.append(args)
-        return "inbound"
-
-    lane = LateLane()
+    lane, made = LateLane(), Mock(return_value="inbound")
     monkeypatch.setattr(session, "lanes_into", lambda _: {CPU: lane})
-    monkeypatch.setattr(session, "Inbound", inbound)
-    sent: list[Any] = []
-    read = SimpleNamespace(send_through=sent.append)
-    monkeypatch.setattr(session, "TensorRead", SimpleNamespace)
+    monkeypatch.setattr(session, "Inbound", made)
     requests: Any = [RangeRequest(0, MIB, MIB + size * MIB) for size in sizes_mib]
     config = dos.TransferConfig(download_concurrency=concurrency)
-    found = session._open_inbound(
-        [read, object()],  # type: ignore[list-item]
-        {CPU},
-        requests,
-        config=config,
-        budget_bytes=256 * MIB,
-    )
+    found = session._open_inbound([], {CPU}, requests, config=config, budget_bytes=256 * MIB)
     largest_bytes = max(sizes_mib, default=0) * MIB or 1
-    workers = slots - 2
-    assert found == ("inbound", 2 * workers * largest_bytes)
-    assert made == [({CPU: lane}, slots, largest_bytes)]
-    assert sent == ["inbound"]
-
-
-def test_what_goes_to_a_device_in_part_is_sent():
-    tensor, other = (
-        TensorRead(item("t", (4,)), ItemLocation(0, 0, 4, (4,), "uint8", None)) for _ in range(2)
-    )
-    for read in (tensor, other):
-        read.bind(torch.zeros(4, dtype=torch.uint8))
-    value = ItemRead(item("v", (0,)), ItemLocation(0, 0, 4, None, None, None))
-    blocks = [Block("v", 0, None, [value, other]), Block("t", 0, None, [value, tensor])]
-    request = RangeRequest(0, 0, 8, [Span(0, 0, 4, blocks[0]), Span(0, 4, 8, blocks[1])])
-    assert not session._is_sent(request)
-    tensor.send_through(Inbound({torch.device("meta"): LateLane()}, 1, 8))
-    assert not session._is_sent(request), "its device has no lane"
-    tensor.send_through(Inbound({CPU: LateLane()}, 1, 8))
-    assert session._is_sent(request)
-    assert not session._is_sent(RangeRequest(0, 0, 4, request.spans[:1]))
+    assert found == ("inbound", 2 * (slots - 2) * largest_bytes)
+    made.assert_called_once_with({CPU: lane}, slots, largest_bytes)
 
 
 # --- what a failed GET means ----------------------------------------------------------------------
@@ -241,32 +225,19 @@ def test_all_destinations_of_another_dtype_are_named_where_that_is_an_error():
 
 
 def test_of_keys_that_share_memory_only_those_that_count_are_read_or_copied():
-    _, checkpoint = opened({"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(2)})
+    store, checkpoint = opened({"a": torch.ones(4), "b": torch.ones(4), "c": torch.full((2,), 2.0)})
     memory = torch.zeros(4)
-    planned = plan_load(
-        checkpoint, [item("a", (4,)), item("b", (4,)), item("c", (2,))], verify=True
-    )
+    items = [item("a", (4,)), item("b", (4,)), item("c", (2,))]
+    planned = plan_load(checkpoint, items, verify=True)
     a, b, c = planned.reads
+    version = memory._version
     # The last of a and b fills all of it; then c, which is copied when all has arrived.
-    copied = session._bind(planned, [memory, memory.view(4), memory[1:3]], CompletionQueue(8))
-    assert [copy.destination.data_ptr() for copy in copied] == [memory[1:3].data_ptr()]
-    assert copied[0].filled.data_ptr() != copied[0].destination.data_ptr()
+    load(store, planned, [memory, memory.view(4), memory[1:3]])
+    assert memory.tolist() == [1, 2, 2, 1]
+    assert memory._version > version, "autograd is told"
     needed = [read for span in planned.spans for read in span.tag.reads]
     assert a not in needed
     assert b in needed and c in needed
-
-
-def test_autograd_is_told_of_what_was_filled_and_of_what_was_copied():
-    store, checkpoint = opened({"a": torch.ones(4), "c": torch.full((2,), 2.0), "d": torch.ones(3)})
-    memory, alone = torch.zeros(4), torch.zeros(3)
-    planned = plan_load(
-        checkpoint, [item("a", (4,)), item("c", (2,)), item("d", (3,))], verify=True
-    )
-    before = memory._version, alone._version
-    load(store, planned, [memory, memory[1:3], alone])
-    assert memory.tolist() == [1, 2, 2, 1]
-    assert memory._version > before[0]
-    assert alone._version > before[1]
 
 
 def test_a_load_says_what_it_was_reading_when_it_failed():
@@ -278,8 +249,9 @@ def test_a_load_says_what_it_was_reading_when_it_failed():
     assert caught.value.object_key == checkpoint.object_keys[0]
 
 
-@pytest.mark.parametrize("to", ["host", "device"])
-@pytest.mark.parametrize("is_one_host", [True, False])
+@pytest.mark.parametrize(
+    ("to", "is_one_host"), [("host", False), ("device", True), ("device", False)]
+)
 def test_ranks_that_load_together_fetch_each_byte_once(monkeypatch, tmp_path, to, is_one_host):
     """What all need, and what each needs alone; a value, and one that has no bytes of its own."""
     state = {"a": torch.arange(300.0), "b": torch.ones(2, 500), "v": "value", "none": torch.ones(0)}
@@ -290,31 +262,12 @@ def test_ranks_that_load_together_fetch_each_byte_once(monkeypatch, tmp_path, to
     if not is_one_host:
         monkeypatch.setattr(shared_memory, "_BOOT_ID", tmp_path / "absent")
     keys = [["a", "b", "none", f"own{n}", "v"] for n in range(2)]
-    loads = [
-        plan_load(
-            checkpoint,
-            [
-                item(key, tuple(state[key].shape))  # type: ignore[attr-defined]
-                if key != "v"
-                else item("v", (0,), LoadItemType.BYTE_IO)
-                for key in of_rank
-            ],
-            verify=True,
-            whole_blocks=True,
-        )
-        for of_rank in keys
-    ]
-    offers = []
-    for rank, planned in enumerate(loads):
-        needs, selections = needs_of(planned.reads, planned.spans)
-        offers.append(
-            Offer(
-                *("url", "commit", rank, group_digest(range(2)), needs, selections),
-                memory_budget_bytes=CONFIG.memory_budget_bytes,
-                request_size_bytes=CONFIG.request_size_bytes,
-            )
-        )
-    shares = share_out(offers)
+    value = item("v", (0,), LoadItemType.BYTE_IO)
+    items = [[*(item(k, tuple(state[k].shape)) for k in of[:-1]), value] for of in keys]  # type: ignore[attr-defined]
+    loads = [plan_load(checkpoint, of, verify=True, whole_blocks=True) for of in items]
+    monkeypatch.setattr(meeting, "current_rank", itertools.count().__next__)
+    settings: Any = {"group_ranks": (0, 1), "config": CONFIG, "verify": True}
+    shares = share_out([make_offer("url", checkpoint, of, **settings) for of in loads])
     values: list[Any] = [None, None]
     filled = [[torch.zeros_like(state[key]) for key in of_rank[:-1]] for of_rank in keys]  # type: ignore[call-overload]
 
@@ -357,11 +310,10 @@ def test_only_what_goes_to_a_device_takes_a_slot_of_its_ring(monkeypatch):
 
     monkeypatch.setattr(Inbound, "admit", note)
     items = [item("t", (5,)), item("v", (0,), LoadItemType.BYTE_IO)]
-    tensor, values = torch.zeros(5), list[bytes]()
+    tensor, take = torch.zeros(5), Mock()
     planned = plan_load(checkpoint, items, verify=True)
     config = dos.TransferConfig(request_size_bytes=4 * MIB)
-    take: Any = lambda body: values.append(body.read())  # noqa: E731
     report = load(store, planned, [tensor, take], config=config)
-    assert (len(values), tensor.sum()) == (1, 5)
+    assert (take.call_count, tensor.sum()) == (1, 5)
     assert report.requests > len(admitted) == 1
-    assert "t" in admitted[0]
+    assert admitted[0] == {"t", "v"}

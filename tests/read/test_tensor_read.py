@@ -69,39 +69,28 @@ def read_of(
 # --- which bytes ----------------------------------------------------------------------------------
 
 DIGESTS = bytes(range(16 * 8))  # of 8 blocks
-WANTED: dict[str, tuple[Sequence[int], Sequence[int], Sequence[int]]] = {
-    "all": ((0, 0), (10, 40), (10, 40)),
-    "rows": ((2, 0), (3, 40), (10, 40)),
-    "columns near": ((0, 4), (10, 30), (10, 40)),
-    "columns far": ((1, 0), (3, 20), (10, 40)),
-    "columns of long rows": ((0, 100), (3, 50), (3, 200)),
-    "nothing": ((0, 0), (0, 40), (10, 40)),
-    "small": ((0,), (4,), (16,)),
-    "a bit larger": ((1,), (2,), (17,)),
-}
 BLOCKS = [(at, at + 64) for at in range(0, 384, 64)]
-# The pieces of the payload with digests; without; and without, if other ranks may need the block.
-PIECES: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int]]]] = {
-    "all": ([*BLOCKS, (384, 400)],) * 3,
-    "rows": ([(64, 128), (128, 192), (192, 256)], [(80, 144), (144, 200)], [(80, 144), (144, 200)]),
+ALL = [*BLOCKS, (384, 400)]
+LONG = [(64, 128), (128, 192), (256, 320), (320, 384), (448, 512), (512, 576)]
+Pieces = list[tuple[int, int]]
+# What is wanted (offsets, sizes) of a chunk; and the pieces of its payload that are read with
+# digests; without; and without, if other ranks may need the block.
+PIECES: dict[str, tuple[Any, Pieces, Pieces, Pieces]] = {
+    "all": (((0, 0), (10, 40), (10, 40)), ALL, ALL, ALL),
+    "rows": (((2, 0), (3, 40), (10, 40)), BLOCKS[1:4], ROWS := [(80, 144), (144, 200)], ROWS),
     "columns near": (
-        [*BLOCKS, (384, 400)],
-        [(at, at + 64) for at in range(4, 388, 64)] + [(388, 394)],
-        [*BLOCKS, (384, 400)],
+        *(((0, 4), (10, 30), (10, 40)), ALL),
+        *([(at, at + 64) for at in range(4, 388, 64)] + [(388, 394)], ALL),
     ),
     "columns far": (
-        [(0, 64), (64, 128), (128, 192)],
-        [(40, 60), (80, 100), (120, 140)],
-        [(0, 64), (64, 128), (128, 192)],
+        *(((1, 0), (3, 20), (10, 40)), BLOCKS[:3], [(40, 60), (80, 100), (120, 140)], BLOCKS[:3]),
     ),
     "columns of long rows": (
-        [(64, 128), (128, 192), (256, 320), (320, 384), (448, 512), (512, 576)],
-        [(100, 150), (300, 350), (500, 550)],
-        [(64, 128), (128, 192), (256, 320), (320, 384), (448, 512), (512, 576)],
+        *(((0, 100), (3, 50), (3, 200)), LONG, [(100, 150), (300, 350), (500, 550)], LONG),
     ),
-    "nothing": ([], [], []),
-    "small": ([(0, 16)], [(0, 4)], [(0, 16)]),
-    "a bit larger": ([(0, 17)], [(1, 3)], [(1, 3)]),
+    "nothing": (((0, 0), (0, 40), (10, 40)), [], [], []),
+    "small": (((0,), (4,), (16,)), [(0, 16)], [(0, 4)], [(0, 16)]),
+    "a bit larger": (((1,), (2,), (17,)), [(0, 17)], [(1, 3)], [(1, 3)]),
 }
 
 
@@ -112,9 +101,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("wanted", WANTED)
+@pytest.mark.parametrize("wanted", PIECES)
 def test_what_is_verified_is_read_in_whole_blocks_and_else_only_what_is_needed(wanted):
-    verified, needed, shared = PIECES[wanted]
+    part, verified, needed, shared = PIECES[wanted]
     for digests, verify, whole_blocks, pieces in (
         (DIGESTS, True, False, verified),
         (DIGESTS, True, True, verified),
@@ -123,14 +112,14 @@ def test_what_is_verified_is_read_in_whole_blocks_and_else_only_what_is_needed(w
         (DIGESTS, False, True, shared),
         (None, True, True, shared),
     ):
-        read = read_of(*WANTED[wanted], digests=digests)
-        spans = plan_spans([read], verify=verify, whole_blocks=whole_blocks)
+        read, again = (read_of(*part, digests=digests) for _ in range(2))
+        spans = plan_spans([read, again], verify=verify, whole_blocks=whole_blocks)
         assert [(s.object_number, s.start - AT, s.end - AT) for s in spans] == [
             (3, *piece) for piece in pieces
         ]
         for span in spans:
             at = span.tag.position
-            assert (at, span.tag.key, span.tag.reads) == (span.start - AT, "t", [read])
+            assert (at, span.tag.key, span.tag.reads) == (span.start - AT, "t", [read, again])
             digest = DIGESTS[at // 4 : at // 4 + 16] if verify and digests else None
             assert span.tag.digest == digest
 
@@ -174,20 +163,20 @@ def test_each_block_of_each_item_is_found_by_its_place(tmp_path):
             assert span.tag.digest == block_digest(body[start:end])
 
 
-@pytest.mark.parametrize("is_value", [True, False])
-def test_a_tensor_is_no_value_and_a_value_no_tensor(is_value):
-    url = memory_url()
-    dos.save({"t": torch.ones(2), "v": 3}, url, progress=False)
+def test_a_tensor_is_no_value_and_a_value_no_tensor():
+    dos.save({"t": torch.ones(2), "v": 3}, url := memory_url(), progress=False)
     opened = open_rooted(StoreSpec(url).open())
-    kind = LoadItemType.BYTE_IO if is_value else LoadItemType.TENSOR
-    right, wrong = ("v", "t") if is_value else ("t", "v")
-    places = {"t": MetadataIndex("t", (0,), 0), "v": MetadataIndex("v")}
-    wanted = SimpleNamespace(type=kind, storage_index=places[right], dest_index=MetadataIndex("x"))
-    assert location_of(opened, wanted).payload_length  # type: ignore[arg-type]
-    wanted.storage_index = places[wrong]
-    with pytest.raises(StateMismatchError, match="asks for a v" if is_value else "for a t") as told:
-        location_of(opened, wanted)  # type: ignore[arg-type]
-    assert told.value.key == "x"
+    tensor, value = MetadataIndex("t", (0,), 0), MetadataIndex("v")
+    for kind, right, wrong, text in (
+        (LoadItemType.BYTE_IO, value, tensor, "asks for a v"),
+        (LoadItemType.TENSOR, tensor, value, "for a t"),
+    ):
+        wanted: Any = SimpleNamespace(type=kind, storage_index=right, dest_index=MetadataIndex("x"))
+        assert location_of(opened, wanted).payload_length
+        wanted.storage_index = wrong
+        with pytest.raises(StateMismatchError, match=text) as told:
+            location_of(opened, wanted)
+        assert told.value.key == "x"
 
 
 # --- into tensors ---------------------------------------------------------------------------------
@@ -234,75 +223,66 @@ def test_bytes_are_received_in_the_tensors_memory_only_where_they_belong(dtype):
         assert read.memory_at(2 * row, row) is None
 
 
-@pytest.mark.parametrize("how", ["whole", "packed", "device"])
+def accept(read: TensorRead, body: bytes, low: int, high: int, *, packed: bool) -> None:
+    """Pass a stretch of the payload to a read, whole or packed as another rank sends it."""
+    if not packed:
+        return read.accept(low, body[low:high])
+    into = np.empty(read.selection.count_bytes(low, high), np.uint8)
+    read.selection.pack(np.frombuffer(body[low:high], np.uint8), low, into)
+    return read.accept_packed(low, high - low, into)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("device", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_tensors_of_inference_mode_are_filled_like_any_others(how, dtype):
+def test_tensors_of_inference_mode_are_filled_like_any_others(packed, device, dtype):
     values = torch.arange(48.0).view(6, 8)
-    body = values.numpy().tobytes()
     with torch.inference_mode():
         destinations = torch.zeros(3, 5, dtype=dtype), torch.zeros(5, 3, dtype=dtype).t()
     for destination in destinations:
         read = read_of((2, 1), (3, 5), (6, 8), "float32")
         read.bind(destination)
-        if how == "packed":
-            start, end = read.selection.within(0, len(body))
-            packed = np.empty(read.selection.count_bytes(start, end), np.uint8)
-            block = np.frombuffer(body[start:end], np.uint8)
-            read.selection.pack(block, start, packed)
-            read.accept_packed(start, end - start, packed)
-        else:
-            with Inbound({destination.device: LateLane()}, 2, 4096) as inbound:
-                if how == "device":
-                    read.send_through(inbound)
-                read.accept(0, body)
-                assert destination.any() == (how == "whole"), "a device gets it in its own time"
+        with Inbound({destination.device: LateLane()}, 2, 4096) as inbound:
+            if device:
+                read.send_through(inbound)
+            accept(read, values.numpy().tobytes(), 0, 192, packed=packed)
+            assert destination.any() != device, "a device gets it in its own time"
         assert torch.equal(destination, values[2:5, 1:6].to(dtype))
 
 
-@pytest.mark.parametrize("how", ["host", "device", "packed device"])
-@pytest.mark.parametrize("cuts", [(0, 192), (0, 70, 77, 130, 192), (64, 160)])
-def test_rows_are_filled_from_blocks_that_begin_and_end_anywhere(how, cuts):
-    """Each has some of them."""
-    values = torch.arange(48.0).view(6, 8)
-    body = values.numpy().tobytes()
-    destination = torch.zeros(3, 8)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize("cuts", [(0, 192), (0, 72, 76, 132, 192), (64, 160), (0, 70, 77, 192)])
+def test_rows_are_filled_from_blocks_that_begin_and_end_anywhere(packed, device, cuts):
+    """Each has some of them; what is packed begins and ends with an element."""
+    values, destination = torch.arange(48.0).view(6, 8), torch.zeros(3, 8)
     read = read_of((2, 0), (3, 8), (6, 8), "float32")
     read.bind(destination)
     with Inbound({destination.device: LateLane()}, 2, 4096) as inbound:
-        if how != "host":
+        if device:
             read.send_through(inbound)
         for low, high in itertools.pairwise(cuts):
-            if how == "packed device":
-                low, high = low // 4 * 4, high // 4 * 4  # noqa: PLW2901 - whole elements
-                packed = np.empty(read.selection.count_bytes(low, high), np.uint8)
-                read.selection.pack(np.frombuffer(body[low:high], np.uint8), low, packed)
-                read.accept_packed(low, high - low, packed)
-            else:
-                read.accept(low, body[low:high])
+            is_packed = packed and low % 4 == high % 4 == 0
+            accept(read, values.numpy().tobytes(), low, high, packed=is_packed)
     assert torch.equal(destination, values[2:5])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
-@pytest.mark.parametrize(
-    ("stored", "quantized", "fits"),
-    [
-        ("int8", True, False),
-        ("qint8", False, False),
-        ("float32", True, True),
-        ("int8", False, True),
-    ],
-)
-def test_raw_elements_become_quantized_ones_only_from_floats(stored, quantized, fits):
-    destination = torch.zeros(4)
-    if quantized:
-        destination = torch.quantize_per_tensor(destination, 0.5, 0, torch.qint8)
-    read = read_of((0,), (4,), (4,), stored)
-    if fits:
-        read.bind(destination)
-        return
-    with pytest.raises(StateMismatchError, match=f"saved as {stored}") as caught:
-        read.bind(destination)
-    assert caught.value.key == "t"
+def test_raw_elements_become_quantized_ones_only_from_floats_and_float4_is_never_converted():
+    plain = torch.zeros(4)
+    quantized = torch.quantize_per_tensor(plain, 0.5, 0, torch.qint8)
+    for stored, destination in (("float32", quantized), ("int8", plain)):
+        read_of((0,), (4,), (4,), stored).bind(destination)
+    float4 = "float4_e2m1fn_x2"
+    packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    read_of((0,), (4,), (4,), float4).bind(packed)
+    for stored, destination in (
+        *(("int8", quantized), ("qint8", plain)),
+        *((float4, plain), ("float32", packed)),
+    ):
+        with pytest.raises(StateMismatchError, match=f"saved as {stored}") as caught:
+            read_of((0,), (4,), (4,), stored).bind(destination)
+        assert caught.value.key == "t"
 
 
 @pytest.mark.parametrize("shift", range(4))
@@ -386,30 +366,22 @@ def test_no_byte_of_a_body_is_passed_on_if_one_of_its_blocks_is_wrong():
 # --- which tensors --------------------------------------------------------------------------------
 
 
-def freed() -> torch.Tensor:
-    tensor = torch.zeros(2, 3)
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
-def fake() -> torch.Tensor:
-    with FakeTensorMode():
-        return torch.zeros(2, 3)
-
-
 @pytest.mark.filterwarnings("ignore:Sparse .* is in beta state")
 def test_a_destination_has_memory_of_its_own_and_the_shape_that_is_asked_for():
     wanted = item((0, 0), (2, 3))
-    transposed, column = torch.zeros(3, 2).t(), torch.zeros(1)
+    transposed, column, freed = torch.zeros(3, 2).t(), torch.zeros(1), torch.zeros(2, 3)
+    freed.untyped_storage().resize_(0)
+    with FakeTensorMode():
+        fake = torch.zeros(2, 3)
     for fine in (torch.zeros(2, 3), transposed, torch.zeros(2, 6)[:, ::2]):
         check_destination(wanted, fine)
     check_destination(item((0, 0), (0, 3)), torch.zeros(0, 3))  # it has no address
     check_destination(item((0, 0), (1, 1)), column.expand(1, 1))
     for refused, text in (
         (torch.zeros(2, 3, device="meta"), "meta"),
-        (fake(), "fake"),
+        (fake, "fake"),
         (torch.zeros(2, 3).to_sparse(), "layout sparse_coo"),
-        (freed(), "freed"),
+        (freed, "freed"),
         (column.expand(2, 3), "expanded"),
         (torch.zeros(2, 1).expand(2, 3), "expanded"),
         (torch.zeros(1, 3).expand(2, 3), "expanded"),
@@ -426,18 +398,14 @@ def test_a_destination_has_memory_of_its_own_and_the_shape_that_is_asked_for():
 @pytest.mark.parametrize(
     ("stored", "wanted", "is_lossy"),
     [
-        ("float32", "float32", False),
-        ("float32", "float64", False),
-        ("float64", "float32", True),
-        ("bfloat16", "float16", True),
-        ("float16", "bfloat16", True),
-        ("int32", "float32", False),
-        ("uint8", "int16", False),
-        ("int64", "bool", True),
-        ("float8_e4m3fn", "float8_e4m3fn", False),
-        ("float8_e4m3fn", "float16", False),
-        ("float8_e4m3fn", "float8_e5m2", True),
-        ("float8_e4m3fn", "int32", True),
+        *(
+            ("float32", "float32", False),
+            ("float32", "float64", False),
+            ("int32", "float32", False),
+        ),
+        *(("float64", "float32", True), ("bfloat16", "float16", True), ("int64", "bool", True)),
+        *(("float8_e4m3fn", "float8_e4m3fn", False), ("float8_e4m3fn", "float16", False)),
+        *(("float8_e4m3fn", "float8_e5m2", True), ("float8_e4m3fn", "int32", True)),
         ("float16", "float8_e5m2", True),
     ],
 )

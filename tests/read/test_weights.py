@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from dcp_objstore.checkpoint import read as checkpoint_read
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
-    ConfigError,
     DcpObjstoreError,
     InputError,
     PermissionDeniedError,
@@ -35,10 +34,9 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.read import session, stored_checkpoint
 from dcp_objstore.stores import open_store
-from tests.support.campaign import cases
-from tests.support.checkpoints import cause
+from tests.support.checkpoints import saved_by
 from tests.support.command_line import run_here
-from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.states import same_bits, seeded
 from tests.support.wrapped_stores import WatchedStore
 
@@ -102,7 +100,7 @@ def file_of(header: dict[str, Any] | bytes, data: bytes = b"") -> bytes:
 # --- what is loaded -------------------------------------------------------------------------------
 
 
-@pytest.mark.backends("seaweed", "gcs", "file")
+@pytest.mark.backends("seaweed", "gcs")
 def test_a_folder_and_a_file_of_a_bucket_are_read_in_every_way(bucket, tmp_path):
     tensors, url, options = every_kind(), bucket.at("llama"), bucket.storage_options
     write_shards(tmp_path / "hub", tensors)
@@ -127,17 +125,6 @@ def test_a_folder_and_a_file_of_a_bucket_are_read_in_every_way(bucket, tmp_path)
     assert reader.last_load is not None
     assert reader.last_load.url == f"{url}/{name}"
     assert bucket.uploads() == []
-
-
-def test_what_torchs_own_reader_loads_is_the_same(tmp_path):
-    tensors = every_kind()
-    write_shards(tmp_path, tensors, 3)
-    theirs, ours = ({key: torch.zeros_like(t) for key, t in tensors.items()} for _ in range(2))
-    # It fails on an empty tensor, of which it reads nothing either.
-    full = {key: value for key, value in theirs.items() if value.numel()}
-    dcp.load(full, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
-    dos.load(ours, tmp_path.as_uri(), progress=False)
-    assert all(same_bits(ours[key], theirs[key]) for key in tensors)
 
 
 def load_as_both(rank: int, world_size: int, folder: str) -> None:
@@ -190,18 +177,12 @@ def wide() -> dict[str, torch.Tensor]:
     return {f"{name}.weight": seeded(name, shape) for name, shape in WIDE.items()}
 
 
-def load_model(
-    rank: int, world_size: int, how: str, url: str, options: Options
-) -> dos.reports.LoadReport:
+def load_model(rank: int, world_size: int, url: str, options: Options) -> dos.reports.LoadReport:
+    """Into a model that is cut both ways, by tensor parallelism and by FSDP."""
     model = Mlp()
-    if how == "fsdp":
-        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-    elif how != "ddp":
-        mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(model, mesh["tp"], plan)
-        if how == "2d":
-            fully_shard(model, mesh=mesh["dp"])
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
     report = dos.load({"model": model}, url, storage_options=options, rename=MODEL, progress=False)
     for name, weight in model.state_dict().items():
         whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
@@ -209,26 +190,18 @@ def load_model(
     return report
 
 
-@pytest.fixture(scope="module")
-def sink() -> Iterator[Sink]:
-    with Sink(keep=True) as running:
-        yield running
-
-
-@pytest.mark.parametrize("how", cases(["fsdp", "tp", "2d", "ddp"], default=["fsdp", "2d"]))
-def test_each_byte_is_fetched_once_and_each_rank_gets_its_own(sink, how):
-    url, options = "s3://bucket/wide", sink.storage_options
-    open_store(url, options).put("model.safetensors", safetensors.torch.save(wide()))
-    fetch_stats(sink.endpoint_url, reset=True)
-    reports = run_ranks(8, load_model, how, url, options)
+def test_each_byte_is_fetched_once_and_each_rank_gets_its_own():
+    url = "s3://bucket/wide"
+    with Sink(keep=True) as sink:
+        store = open_store(url, sink.storage_options)
+        store.put("model.safetensors", safetensors.torch.save(wide()))
+        fetch_stats(sink.endpoint_url, reset=True)
+        reports = run_ranks(8, load_model, url, sink.storage_options)
+        sent_bytes = sink.stats()["sent_bytes"]
     payload_bytes = sum(tensor.nbytes for tensor in wide().values())
     header_bytes = 256 * 1024
-    assert sink.stats()["sent_bytes"] <= 1.02 * payload_bytes + header_bytes
+    assert sent_bytes <= 1.02 * payload_bytes + header_bytes
     assert sum(report.fetched_bytes for report in reports) <= 1.02 * payload_bytes
-    if how == "fsdp":  # each reads its shards, and one of them the norm, which has 4000 bytes
-        more = [report.fetched_bytes - report.needed_bytes for report in reports]
-        assert sorted(more) == [*[-500] * 7, 3500]
-        assert sorted(report.received_bytes for report in reports) == [0, *[500] * 7]
 
 
 def test_opening_takes_one_range_of_each_file_and_one_listing(requests, tmp_path):
@@ -358,23 +331,12 @@ def test_a_checkpoint_may_have_a_name_like_a_file(tmp_path):
 # --- names, dtypes, ties --------------------------------------------------------------------------
 
 
-def saved_as(kind: str, folder: Path, state: dict[str, Any]) -> str:
-    if kind == "ours":
-        dos.save(state, folder.as_uri(), progress=False)
-    elif kind == "stock":
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-    else:
-        folder.mkdir()
-        safetensors.torch.save_file(state, folder / "model.safetensors")
-    return folder.as_uri()
-
-
 @pytest.mark.parametrize("kind", ["ours", "stock", "safetensors"])
 def test_rules_rename_the_keys_of_every_kind_of_checkpoint(tmp_path, kind):
     state: dict[str, Any] = {"old.a": torch.arange(6.0), "b": torch.arange(3)}
     if kind != "safetensors":
         state |= {"old.step": 7}
-    url = saved_as(kind, tmp_path / "step", state)
+    url = saved_by(kind, tmp_path / "step", state)
     rules = [("^old", "new"), (r"^b$", "c.b")]
     to: dict[str, Any] = {"new": {"a": torch.zeros(6)}, "c": {"b": torch.zeros(3).long()}}
     if kind != "safetensors":
@@ -393,25 +355,16 @@ def test_rules_rename_the_keys_of_every_kind_of_checkpoint(tmp_path, kind):
         dos.load({"new.aa": torch.zeros(6)}, url, rename=rules, progress=False)
 
 
-@pytest.mark.parametrize("rules", [[("(", "")], ["abc"], 3, ("ab", "cd"), {"ab": "cd"}])
-def test_wrong_rules_are_refused_before_anything_is_read(requests, rules):
-    with pytest.raises(ConfigError, match="rename"):
-        dos.load({"w": torch.ones(1)}, "memory://nowhere/at/all", rename=rules, progress=False)
-    assert requests == []
-
-
-def test_bytes_without_digests_are_received_in_the_tensors_own_memory(bucket, monkeypatch):
+@pytest.mark.parametrize("kind", ["ours", "safetensors"])
+def test_bytes_that_nobody_checks_are_received_in_the_tensors_own_memory(bucket, monkeypatch, kind):
     """Not what must be converted or spread, is less than what is read, or has a digest to check."""
-    saved = {
-        "whole": seeded("whole", (3, 2**20)),
-        "half": seeded("half", (2**20,)),
-        "spread": seeded("spread", (4, 2**18)),
-        "other": seeded("other", (2**20,)),
-        "last": seeded("last", (3, 5)),
-    }
-    url, options = bucket.at("weights"), bucket.storage_options
-    body = safetensors.torch.save(saved)
-    open_store(url, storage_options=options).put("model.safetensors", body)
+    sizes = {"whole": (3, 2**20), "half": (2**20,), "spread": (4, 2**18), "other": (2**20,)}
+    saved = {key: seeded(key, shape) for key, shape in sizes.items()}
+    url, options = bucket.at("step"), {"storage_options": bucket.storage_options}
+    if kind == "ours":
+        dos.save(dict(saved), url, **options)
+    else:
+        open_store(url, **options).put("m.safetensors", safetensors.torch.save(saved))
     consumed: set[str] = set()
 
     def consume(request: Any, body: Any) -> None:
@@ -421,77 +374,27 @@ def test_bytes_without_digests_are_received_in_the_tensors_own_memory(bucket, mo
     really = session.consume
     monkeypatch.setattr(session, "consume", consume)
     config = dos.TransferConfig(request_size_bytes=4 * 2**20)  # a tensor each
-    for source in (url, bucket.at("own")):
-        if source != url:
-            dos.save(saved, source, storage_options=options, progress=False)
-        for verify in (True, False):
-            state = {key: torch.zeros_like(value) for key, value in saved.items()}
-            state["spread"] = torch.zeros(2**18, 4).t()
-            state["other"] = torch.zeros(2**20, dtype=torch.float64)
-            consumed.clear()
-            dos.load(
-                state, source, storage_options=options, progress=False, config=config, verify=verify
-            )
-            for key, value in saved.items():
-                assert same_bits(state[key], value.to(state[key].dtype)), key
-            is_checked = verify and source != url
-            assert consumed >= {"spread", "other"}
-            assert ("whole" in consumed) == ("half" in consumed) == is_checked, source
-
-
-def test_dtypes_are_converted_unless_that_is_an_error(requests, memory):
-    put(memory, model={"a": torch.ones(3), "b": torch.ones(2).half(), "c": torch.ones(1)})
-    state = {"a": torch.zeros(3).bfloat16(), "b": torch.zeros(2), "c": torch.zeros(1)}
-    with pytest.warns(UserWarning, match=r"saved as float32, converted to bfloat16"):
-        dos.load(state, memory, progress=False)
-    assert all(bool((value == 1).all()) for value in state.values())
-    state = {key: torch.zeros_like(value) for key, value in state.items()}
-    del requests[:]
-    reader = dos.ObjectStoreReader(memory, on_dtype="error", progress=False)
-    for load in (
-        lambda: dos.load(state, memory, on_dtype="error", progress=False),
-        lambda: dcp.load(dict(state), storage_reader=reader, no_dist=True),
-    ):
-        with pytest.raises(BaseException, match="another dtype") as caught:
-            load()
-        is_theirs = not isinstance(caught.value, DcpObjstoreError)
-        error = cause(caught.value) if is_theirs else caught.value
-        assert isinstance(error, StateMismatchError)
-        assert "a: saved as float32, the state has bfloat16" in error.message
-        assert "b: saved as float16, the state has float32" in error.message
-        assert "in 2 keys" in error.message
-    assert [one.verb for one in requests].count("open_range") == 2  # the headers
-    assert not any(bool(value.any()) for value in state.values())
-    with pytest.raises(ConfigError, match="on_dtype"):
-        dos.load(state, memory, on_dtype="ignore", progress=False)  # type: ignore[arg-type]
-
-
-def load_strictly(rank: int, world_size: int, url: str) -> None:
-    """One rank alone has another dtype."""
-    state = {"w": torch.zeros(4, dtype=torch.float64 if rank else torch.float32)}
-    try:
-        dos.load(state, url, on_dtype="error", progress=False)
-    finally:
-        assert not state["w"].any()
-
-
-def test_all_ranks_agree_that_a_dtype_is_an_error(tmp_path):
-    safetensors.torch.save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
-    with pytest.raises(RanksFailedError) as caught:
-        run_ranks(2, load_strictly, tmp_path.as_uri())
-    assert [type(one.error) for one in caught.value.outcomes] == [StateMismatchError] * 2
+    for verify in (True, False):
+        state = {key: torch.zeros_like(value) for key, value in saved.items()}
+        state["spread"] = torch.zeros(2**18, 4).t()
+        state["other"] = torch.zeros(2**20, dtype=torch.float64)
+        consumed.clear()
+        dos.load(state, url, **options, progress=False, config=config, verify=verify)
+        for key, value in saved.items():
+            assert same_bits(state[key], value.to(state[key].dtype)), key
+        assert consumed >= {"spread", "other"}
+        assert ("whole" in consumed) == ("half" in consumed) == (verify and kind == "ours")
 
 
 class Tied(nn.Module):
     """A language model whose head has the weight of its embedding."""
 
-    def __init__(self, words: int = 3, *, is_tied: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(words, 8)
+        self.embed = nn.Embedding(3, 8)
         self.block = nn.Linear(8, 8)
-        self.head = nn.Linear(8, words, bias=False)
-        if is_tied:
-            self.head.weight = self.embed.weight
+        self.head = nn.Linear(8, 3, bias=False)
+        self.head.weight = self.embed.weight
 
 
 def untied() -> dict[str, torch.Tensor]:
@@ -539,9 +442,9 @@ def test_a_weight_that_is_not_tied_is_missing(memory, strict):
             assert set(report.missing) == {name, "empty"}
 
 
-def load_tied(rank: int, world_size: int, url: str, is_tied: bool) -> None:
+def load_tied(rank: int, world_size: int, url: str) -> None:
     """With fewer words than ranks, so that some have nothing of the tied weight."""
-    model = Tied(is_tied=is_tied)
+    model = Tied()
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     dos.load({"model": model}, url, rename=MODEL, progress=False)
     for name, weight in model.state_dict().items():
@@ -551,12 +454,7 @@ def load_tied(rank: int, world_size: int, url: str, is_tied: bool) -> None:
 
 def test_tied_weights_under_fsdp2_are_filled_on_ranks_without_a_part_of_them(tmp_path):
     safetensors.torch.save_file(untied(), tmp_path / "model.safetensors")
-    run_ranks(4, load_tied, tmp_path.as_uri(), True)
-    with pytest.raises(RanksFailedError) as caught:
-        run_ranks(4, load_tied, tmp_path.as_uri(), False)
-    for outcome in caught.value.outcomes:
-        assert isinstance(outcome.error, StateMismatchError)
-        assert "model.head.weight: not in the checkpoint" in outcome.error.message
+    run_ranks(4, load_tied, tmp_path.as_uri())
 
 
 # --- bad input ------------------------------------------------------------------------------------
@@ -579,11 +477,6 @@ BAD: dict[str, tuple[dict[str, bytes], type[DcpObjstoreError], str]] = {
         {INDEX: index_of(w="1.safetensors"), "1.safetensors": safetensors.torch.save(W)[:-1]},
         CheckpointCorruptError,
         "1.safetensors is not a whole safetensors file",
-    ),
-    "cut in its header": (
-        {"1.safetensors": safetensors.torch.save(W)[:20]},
-        CheckpointCorruptError,
-        "header",
     ),
     "a pointer of git-lfs": (
         {
@@ -669,40 +562,28 @@ def test_bad_input_gets_one_clear_error_and_leaves_nothing(tmp_path, what):
         assert type(caught.value) is kind
         if not (load is loads[2] and kind is UnsupportedError):
             assert text in str(caught.value)
+        if text == "it has not":
+            assert (caught.value.key, caught.value.object_key) == ("v", "1.safetensors")
     assert not state["w"].any()
     assert {path.name for path in tmp_path.iterdir()} == files.keys()
 
 
-def test_a_tensor_that_a_file_lacks_is_named(memory):
-    for name, body in BAD["the index names a tensor that the file has not"][0].items():
-        open_store(memory).put(name, body)
-    with pytest.raises(CheckpointCorruptError) as caught:
-        dos.read_state_dict(memory, progress=False)
-    assert (caught.value.key, caught.value.object_key) == ("v", "1.safetensors")
+def test_the_metadata_of_a_header_may_be_null_or_have_the_names_of_a_tensors_fields(memory):
+    fields = {"dtype": "bf16", "shape": "large", "data_offsets": "none", "format": "pt"}
+    for metadata in (None, fields):
+        put(memory, model=file_of({"__metadata__": metadata, "w": F32}, bytes(8)))
+        assert dos.read_state_dict(memory, progress=False)["w"].tolist() == [0.0, 0.0]
+    put(memory, model=file_of({"v": F32, "w": None}, bytes(8)))
+    with pytest.raises(CheckpointCorruptError, match="'w' has no shape"):
+        dos.open(memory)
 
 
-@pytest.mark.parametrize("name", ["w", "__metadata__"])
-def test_only_the_metadata_of_a_header_may_be_null(memory, name):
-    put(memory, model=file_of({"v": F32, name: None}, bytes(8)))
-    if name == "w":
-        with pytest.raises(CheckpointCorruptError, match="'w' has no shape"):
-            dos.open(memory)
-    else:
-        assert dos.read_state_dict(memory, progress=False)["v"].tolist() == [0.0, 0.0]
-
-
-def test_the_names_of_metadata_are_its_own(memory):
-    metadata = {"dtype": "bf16", "shape": "large", "data_offsets": "none", "format": "pt"}
-    put(memory, model=file_of({"__metadata__": metadata, "w": F32}, bytes(8)))
-    assert dos.read_state_dict(memory, progress=False)["w"].tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize(("dtype", "shape"), [("F6_E3M2", [4, 4]), ("F4", [16, 1]), ("F4", [])])
-def test_a_tensor_of_an_unknown_dtype_is_left_out(memory, dtype, shape):
-    strange = {"dtype": dtype, "shape": shape, "data_offsets": [8, 16]}
-    put(memory, model=file_of({"w": F32, "x": strange}, bytes(16)))
-    assert dos.read_state_dict(memory, "w", progress=False)["w"].tolist() == [0.0, 0.0]
-    assert dos.open(memory)["x"].dtype_name == "unknown"
+def test_a_tensor_of_an_unknown_dtype_is_left_out(memory):
+    for dtype, shape in (("F6_E3M2", [4, 4]), ("F4", [16, 1]), ("F4", [])):
+        strange = {"dtype": dtype, "shape": shape, "data_offsets": [8, 16]}
+        put(memory, model=file_of({"w": F32, "x": strange}, bytes(16)))
+        assert dos.read_state_dict(memory, "w", progress=False)["w"].tolist() == [0.0, 0.0]
+        assert dos.open(memory)["x"].dtype_name == "unknown"
 
 
 # --- the commands ---------------------------------------------------------------------------------

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -23,6 +27,29 @@ Options = Mapping[str, object]
 def memory_url() -> str:
     """Of a step that nobody has saved yet."""
     return f"memory://{secrets.token_hex(6)}/step-1"
+
+
+def saved_by(kind: str, folder: Path, state: Mapping[str, Any]) -> str:
+    """The URL of a checkpoint that was written by "ours", "stock" torch or "safetensors"."""
+    if kind == "ours":
+        dos.save(dict(state), folder.as_uri(), progress=False)
+    elif kind == "stock":
+        dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    else:
+        folder.mkdir(exist_ok=True)
+        safetensors.torch.save_file(dict(state), folder / "model.safetensors")
+    return folder.as_uri()
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """What is dropped here goes at once, or it is kept in a circle of references."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class HookPlanner(DefaultSavePlanner):
