@@ -24,7 +24,7 @@ from dcp_objstore.checkpoint.catalogue import (
 from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.marker import new_id
 from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY, data_key, index_key, new_nonce
-from dcp_objstore.errors import CheckpointCorruptError, RetryableError, UnsupportedError
+from dcp_objstore.errors import RetryableError
 from tests.support.memory_store import BucketStore, MemoryStore, TickingClock
 from tests.support.upkeep import finish, upload
 
@@ -92,15 +92,6 @@ def test_a_listing_leaves_out_a_damaged_step_and_says_so(run, caplog):
     assert listed(run) == ["step-1"]
     assert "memory://test/run/step-2" in caplog.text
     assert listed(run, with_damaged=True) == ["step-1", "step-2"]
-
-
-@pytest.mark.parametrize(
-    ("marker", "kind"), [(b"{}", CheckpointCorruptError), (b'{"format":99}', UnsupportedError)]
-)
-def test_a_marker_that_cannot_be_read_stands_in_its_entry(run, marker, kind):
-    spoil(run, "step-1", marker)
-    entry = read_entry("step-1", Below(run, "step-1"), {})
-    assert (type(entry.error), entry.stored) == (kind, None)
 
 
 def test_markers_are_read_as_the_caller_says(run):

@@ -40,7 +40,6 @@ from dcp_objstore.errors import (
     CommitLostError,
     CommitUnknownError,
     ConfigError,
-    CorruptDataError,
     InputError,
     LostRaceError,
     PermissionDeniedError,
@@ -502,7 +501,7 @@ def test_after_a_crash_at_any_request_another_take_over_loses_nothing(after, own
     for last in itertools.count(1):
         world, died = new_run(), False
         old = Job(world) if owned else Job(world, 0)
-        before = old.save_steps(1, 2, 3)
+        before = old.save_steps(1, 2)
         try:
             Job(world, last=last, after=after)
         except Dead:
@@ -713,17 +712,16 @@ def test_after_a_crash_while_going_back_all_later_steps_count_or_none(after):
     for last in itertools.count(1):
         world, died = new_run(), False
         job = Job(world)
-        every = job.save_steps(1, 2, 3, 4)
-        some = {name: every[name] for name in ("step-1", "step-2")}
+        every = job.save_steps(1, 2, 3)
         job.process = Process(world, last=last, after=after)
         try:
-            job.go_back(2)
+            job.go_back(1)
             job.save("step-3", goes_back=True)
         except Dead:
             died = True
         found = listed(world)
         if found != every:
-            assert found == {**some, "step-3": found["step-3"]}
+            assert found == {"step-1": every["step-1"], "step-3": found["step-3"]}
             assert found["step-3"] != every["step-3"]
         outcomes.append(found != every)
         for _ in range(2):
@@ -870,13 +868,6 @@ def test_claim_record_comes_back_equal_and_every_damaged_byte_is_seen():
     assert decode_claim(with_checksum(fields % (b"x" * room))) == record
     with pytest.raises(CheckpointCorruptError, match="at most"):
         decode_claim(with_checksum(fields % (b"x" * (room + 1))))
-
-
-def test_a_run_whose_claim_is_damaged_is_neither_taken_over_nor_listed(run):
-    run.put(CLAIM_KEY, b"{}")
-    for call in (lambda: Job(run), lambda: listed(run), lambda: rule.confirm(run, 1)):
-        with pytest.raises(CorruptDataError):
-            call()
 
 
 def test_a_run_claim_travels_between_ranks_and_has_what_claim_run_returns():

@@ -33,7 +33,7 @@ from dcp_objstore.errors import CheckpointCorruptError, ConfigError, Unsupported
 from tests.support import indexes
 
 # A busy machine is no failure.
-untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+untimed = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 INDEX = IndexRef(key=names.index_key("0" * 24), size_bytes=5, sha256="ab" * 32)
 
 

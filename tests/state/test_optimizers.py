@@ -109,8 +109,12 @@ def grouped(*, by_layer: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
 def test_a_group_with_different_settings_is_refused_or_keeps_its_own(caplog):
     model, optimizer = grouped(by_layer=True)
     step(model, optimizer)
+    for number, group in enumerate(optimizer.param_groups):
+        group["initial_lr"] = number
     dos.save({"model": model, "optimizer": optimizer}, url := memory_url(), progress=False)
     other, regrouped = grouped(by_layer=False)
+    for group in regrouped.param_groups:
+        group["initial_lr"] = 7
     regrouped.param_groups[0]["lr"] = regrouped.param_groups[1]["lr"] = 0.3
     with pytest.raises(StateMismatchError, match="lr") as caught:
         dos.load({"model": other, "optimizer": regrouped}, url, progress=False)
@@ -118,7 +122,8 @@ def test_a_group_with_different_settings_is_refused_or_keeps_its_own(caplog):
     with caplog.at_level(logging.WARNING):
         dos.load({"model": other, "optimizer": regrouped}, url, strict=False, progress=False)
     assert [group["lr"] for group in regrouped.param_groups] == [0.7, 0.3, 0.2]
-    assert "group 1: lr" in caplog.text
+    assert [group["initial_lr"] for group in regrouped.param_groups] == [0, 7, 7]
+    assert "group 1: initial_lr, lr" in caplog.text
     step(other, regrouped)
 
 
@@ -181,18 +186,6 @@ def test_a_parameter_whose_name_is_a_number_is_not_taken_for_a_group():
         group["lr"] = 9.0
     dos.load({"model": other, "optimizer": fresh}, url, progress=False)
     assert [group["lr"] for group in fresh.param_groups] == [1.0, 2.0]
-
-
-def test_a_group_keeps_a_setting_of_its_own_that_its_parameters_do_not_agree_on():
-    model, optimizer = grouped(by_layer=True)
-    for number, group in enumerate(optimizer.param_groups):
-        group["initial_lr"] = number
-    dos.save({"model": model, "optimizer": optimizer}, url := memory_url(), progress=False)
-    other, regrouped = grouped(by_layer=False)
-    for group in regrouped.param_groups:
-        group["initial_lr"] = 7
-    dos.load({"model": other, "optimizer": regrouped}, url, strict=False, progress=False)
-    assert [group["initial_lr"] for group in regrouped.param_groups] == [0, 7, 7]
 
 
 @pytest.mark.parametrize("rates", [(0.25, 0.25), (0.25, 0.5), (0.25, None)])
@@ -485,3 +478,14 @@ def test_under_fsdp1_the_state_of_a_parameter_that_had_none_is_not_asked_for():
     flat.restore(asked)
     assert other[1].bias not in fresh.state
     assert other[1].weight in fresh.state
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["without elements", "frozen"])
+def test_under_fsdp1_an_optimizer_is_not_stepped_for_what_never_gets_a_state(frozen):
+    model = nn.ParameterDict({"trains": torch.ones(2), "other": torch.ones(2 if frozen else 0)})
+    model["other"].requires_grad_(not frozen)
+    optimizer = torch.optim.Adam(model.parameters())
+    model["trains"].grad = torch.ones(2)
+    optimizer.step()
+    flat = FlatOptimizer(optimizer, model, ["trains"], ("model",), loading=True)
+    assert flat.state_dict["state"]["trains"]["exp_avg"].all(), "a step would begin with zeros"

@@ -250,25 +250,6 @@ def test_an_optimizer_belongs_to_the_smallest_module_that_has_its_parameters():
         ]
 
 
-@pytest.mark.parametrize(
-    "frozen", [False, True], ids=["which has no elements", "which does not train"]
-)
-def test_an_optimizer_is_not_stepped_for_a_parameter_that_never_gets_a_state(frozen):
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.trains = nn.Parameter(torch.ones(2))
-            self.other = nn.Parameter(torch.ones(2 if frozen else 0), requires_grad=not frozen)
-
-    model = Model()
-    optimizer = torch.optim.Adam(model.parameters())
-    model.trains.grad = torch.ones(2)
-    optimizer.step()
-    before = optimizer.state[model.trains]["exp_avg"]
-    ConvertedState({"model": model, "optimizer": optimizer}, loading=True)
-    assert optimizer.state[model.trains]["exp_avg"] is before
-
-
 def test_the_state_dict_of_a_module_is_made_once():
     """Under FSDP1 that is a collective."""
     made: list[int] = []
