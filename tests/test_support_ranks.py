@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 
 import psutil
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_objstore as dos
 from tests.support.launcher import Ranks, say
-from tests.support.ranks import PRELOAD, RanksFailedError, run_ranks, try_ranks
+from tests.support.ranks import PRELOAD, run_ranks, try_ranks
 from tests.support.shared_servers import warm_up
 
 
@@ -37,15 +36,6 @@ def test_ranks_form_a_group_and_workers_are_used_again():
 def raise_on_one(rank: int, world_size: int) -> None:
     if rank == 1:
         raise CheckpointException("from a rank", {1: (ValueError("inner"), None)})  # type: ignore[dict-item]
-
-
-def test_an_error_comes_back_as_itself_even_a_base_exception():
-    outcomes = try_ranks(2, raise_on_one)
-    assert not outcomes[0].failed
-    assert isinstance(outcomes[1].error, CheckpointException)
-    assert isinstance(outcomes[1].error.failures[1][0], ValueError)
-    with pytest.raises(RanksFailedError, match="from a rank"):
-        run_ranks(2, raise_on_one)
 
 
 def die_on_one(rank: int, world_size: int) -> None:
@@ -103,18 +93,6 @@ def test_a_rank_that_fails_ends_as_in_a_real_job():
         assert [psutil.pid_exists(pid) for pid in job.pids] == [True, False]
         again = ranks.start(2, add_ranks, 0).end()
         assert [one.value[0] for one in again] == [1, 1], "it is replaced"
-
-
-def say_and_die(rank: int, world_size: int) -> None:
-    say("last words")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_what_a_rank_said_arrives_even_if_it_dies_right_after():
-    with Ranks() as ranks:
-        job = ranks.start(1, say_and_die)
-        assert [one.message for one in job.messages()] == [("last words",)]
-        assert job.end()[0].exit_signal == signal.SIGKILL
 
 
 def leave_much_behind(rank: int, world: int, folder: str) -> int:

@@ -23,7 +23,6 @@ import dcp_objstore as dos
 from dcp_objstore.cli import demo_crew, demo_report
 from dcp_objstore.cli.demo import Demo, a_run, digests, run_demo, tell
 from dcp_objstore.cli.demo_crew import Crew, DemoFailedError, Ended
-from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.errors import CheckpointNotFoundError, RankFailedError
 from dcp_objstore.stores import StoreSpec, open_store
 from tests.support.command_line import environment, run_here
@@ -46,15 +45,6 @@ PROMISED = [
     r"one process, without a group: state bit-identical",
     r"stock torch, dcp_to_torch_save: state bit-identical",
 ]
-
-
-def environment_of(server: SeaweedServer) -> dict[str, str]:
-    return {
-        **os.environ,
-        "AWS_ENDPOINT_URL": server.endpoint_url,
-        "AWS_ACCESS_KEY_ID": server.access_key,
-        "AWS_SECRET_ACCESS_KEY": server.secret_key,
-    }
 
 
 def is_gone(session: int) -> bool:
@@ -121,7 +111,7 @@ def test_ctrl_c_ends_everything_and_empties_the_users_prefix(seaweed, scratch):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**environment_of(seaweed), "TMPDIR": str(scratch)},
+        env={**os.environ, **environment(seaweed.storage_options), "TMPDIR": str(scratch)},
         start_new_session=True,
     )
     assert process.stdout is not None
@@ -383,7 +373,7 @@ def test_under_torchrun_the_demo_uses_the_ranks_that_are_there(ranks, seaweed, t
     command += [f"--nproc-per-node={ranks}", "-m", "dcp_objstore", "demo"]
     done = subprocess.run(
         [*command, "--url", url, "--report", str(report)],
-        env=environment_of(seaweed),
+        env={**os.environ, **environment(seaweed.storage_options)},
         capture_output=True,
         text=True,
         check=False,

@@ -17,6 +17,7 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import MARKER_KEY
 from tests.support.campaign import cases
+from tests.support.command_line import environment
 from tests.support.programs import run_in_forks, run_in_processes
 from tests.support.servers import Bucket
 
@@ -34,7 +35,6 @@ def commands(name: str) -> list[str]:
 def run(bucket: Bucket, tmp_path: Path) -> Run:
     """Run a command as the reader does, in a folder that holds nothing but `examples`."""
     (tmp_path / "examples").symlink_to(EXAMPLES)
-    options = bucket.storage_options
 
     def call(command: str, *, succeeds: bool = True, warm: bool = False) -> str:
         assert "s3://bucket/" in command
@@ -42,9 +42,7 @@ def run(bucket: Bucket, tmp_path: Path) -> Run:
         env = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": f"{EXAMPLES.parent}:{os.environ.get('PYTHONPATH', '')}",
-            "AWS_ENDPOINT_URL": str(options["endpoint_url"]),
-            "AWS_ACCESS_KEY_ID": str(options["key"]),
-            "AWS_SECRET_ACCESS_KEY": str(options["secret"]),
+            **environment(bucket.storage_options),
             # Without it each torchrun wants port 29500, and tests run at the same time.
             "PET_STANDALONE": "1",
             "OMP_NUM_THREADS": "1",

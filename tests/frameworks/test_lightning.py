@@ -22,6 +22,7 @@ from torch import nn
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, is_ours, parse_index_key
+from tests.support.command_line import environment
 from tests.support.proxy import Asked, NetworkProxy
 from tests.support.ranks import run_ranks, start_workers
 from tests.support.servers import Bucket
@@ -63,15 +64,6 @@ def job(bucket: Bucket, tmp_path: Path) -> Iterator[Job]:
     yield Job(bucket.url, environment(bucket.storage_options), str(tmp_path))
     assert list(tmp_path.iterdir()) == []
     assert_only_commits(bucket)
-
-
-def environment(options: Any) -> dict[str, str]:
-    return {
-        "AWS_ACCESS_KEY_ID": options["key"],
-        "AWS_SECRET_ACCESS_KEY": options["secret"],
-        "AWS_ENDPOINT_URL": options["endpoint_url"],
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
 
 
 def names(bucket: Bucket) -> list[str]:

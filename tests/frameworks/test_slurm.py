@@ -141,19 +141,6 @@ def test_a_job_that_another_displaces_saves_its_last_step_and_goes_on_after_it(
 
 @campaign
 @pytest.mark.backends("file", "seaweed")
-def test_a_job_that_is_requeued_goes_on_after_its_last_step(bucket, tmp_path):
-    with Slurm(2) as slurm:
-        job = Job(slurm, bucket, tmp_path)
-        saved = job.wait_for_steps()
-        slurm.call("scontrol", "requeue", job.id)
-        last = job.last_step()
-        assert job.wait_for_start(1) == last >= saved
-        job.cancel()
-    assert job.assert_whole()[-1] >= last
-
-
-@campaign
-@pytest.mark.backends("file", "seaweed")
 def test_a_job_at_its_time_limit_saves_and_queues_itself_again(bucket, tmp_path):
     with Slurm(2) as slurm:
         # Slurm may send the signal a minute earlier.

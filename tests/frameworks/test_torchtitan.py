@@ -32,6 +32,7 @@ from dcp_objstore.run.steps import step_numbers
 from dcp_objstore.run.sweep import sweep_below
 from dcp_objstore.stores import StoreSpec
 from tests.support.checkpoints import Options
+from tests.support.command_line import environment
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
 
@@ -334,15 +335,7 @@ assert filesystem.listdir(sys.argv[1]) == ["step-2"]
 
 
 def test_the_example_goes_on_with_another_number_of_ranks(bucket):
-    options = bucket.storage_options
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "AWS_ENDPOINT_URL": str(options["endpoint_url"]),
-        "AWS_ACCESS_KEY_ID": str(options["key"]),
-        "AWS_SECRET_ACCESS_KEY": str(options["secret"]),
-        "AWS_REGION": "us-east-1",
-    }
+    env = {**os.environ, **environment(bucket.storage_options), "PYTHONPATH": str(ROOT)}
     for ranks, steps, start in ((2, 30, 0), (1, 50, 30)):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         done = subprocess.run(

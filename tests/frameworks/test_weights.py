@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import dcp_objstore as dos
 from dcp_objstore.stores import open_store
+from tests.support.command_line import environment
 from tests.support.programs import run_in_forks
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
@@ -137,13 +138,8 @@ def test_a_plain_model_is_as_from_pretrained_makes_it(tmp_path, family):
 def test_the_program_of_the_page_runs(bucket, tmp_path):
     save_pretrained("llama", tmp_path / "llama", torch.float32)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    url, options = upload(tmp_path / "llama", bucket), bucket.storage_options
-    env = {
-        "AWS_ENDPOINT_URL": str(options["endpoint_url"]),
-        "AWS_ACCESS_KEY_ID": str(options["key"]),
-        "AWS_SECRET_ACCESS_KEY": str(options["secret"]),
-        "OMP_NUM_THREADS": "1",
-    }
+    url = upload(tmp_path / "llama", bucket)
+    env = {**environment(bucket.storage_options), "OMP_NUM_THREADS": "1"}
     words = ["torchrun", "--nproc-per-node", "2", "examples/hf_weights.py", "llama", url]
     printed = run_in_forks(words, tmp_path, env, succeeds=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "llama", dtype=torch.float32)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 import dcp_objstore as dos
 from dcp_objstore.write.writer import ObjectStoreWriter
+from tests.support.command_line import environment as access_of
 from tests.support.servers import Bucket
 
 ROOT = Path(__file__).parents[2]
@@ -39,12 +40,9 @@ LOCAL = "DCP_OBJSTORE_TEST_LOCAL"
 
 def environment(bucket: Bucket) -> dict[str, str]:
     """The environment of a job that saves to the bucket, on this machine alone."""
-    options = bucket.storage_options  # none for a folder
-    names = {"endpoint_url": "ENDPOINT_URL", "key": "ACCESS_KEY_ID", "secret": "SECRET_ACCESS_KEY"}
-    given = {f"AWS_{names[key]}": str(value) for key, value in options.items()}
     return (
         os.environ
-        | given
+        | access_of(bucket.storage_options)
         | {
             "AWS_REGION": "us-east-1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
