@@ -145,7 +145,11 @@ def test_a_request_takes_no_more_than_half_of_a_rounds_memory_but_a_whole_block(
     rows = [whole(0, MIB, n * MIB) for n in range(32)]
     shares = share_out(
         [
-            offer(n, rows, memory_budget_bytes=budget * MIB, request_size_bytes=request_mib * MIB)
+            offer(
+                *(n, rows),
+                memory_budget_bytes=budget * MIB,
+                request_size_bytes=(request_mib + n) * MIB,  # the smallest counts
+            )
             for n, budget in enumerate(budgets_mib)
         ]
     )
