@@ -403,31 +403,21 @@ def one(two: RankThreads) -> RankGroup:
     return RankGroup(two, 0)
 
 
-@pytest.mark.parametrize(
-    ("of_rounds", "ahead_bytes", "slots"),
-    [
-        ([1], 0, 1),
-        ([1, 1, 1, 1], 0, 2),
-        ([3, 1, 1], 0, 4),
-        ([1, 0, 2, 3, 1], 0, 5),
-        ([0, 0, 2, 0], 0, 2),
-        ([1, 1, 1, 1], 3 * BLOCK, 3),
-        ([1, 1, 1, 1], 4 * BLOCK - 1, 3),
-        ([1, 1, 1, 1], 9 * BLOCK, 4),
-    ],
-)
-def test_there_are_slots_for_two_rounds_or_for_what_may_be_fetched_ahead(
-    one, of_rounds, ahead_bytes, slots
-):
+def test_there_are_slots_for_two_rounds_or_for_what_may_be_fetched_ahead(one):
     """The next round is fetched while others still read what was fetched for this one."""
-    numbers = itertools.count()
-    rounds = [
-        [request_of(1, 0, BLOCK), *(request_of(0, next(numbers)) for _ in range(count))]
-        for count in of_rounds
-    ]
-    for request in itertools.chain(*rounds):
-        request.messages[1 - request.fetcher] = ()
-    assert prepared(ExchangePlan(rounds), one, ahead_bytes).memory_bytes == slots * BLOCK
+    for of_rounds, ahead_bytes, slots in (
+        *(([1], 0, 1), ([1, 1, 1, 1], 0, 2), ([3, 1, 1], 0, 4), ([1, 0, 2, 3, 1], 0, 5)),
+        *(([1, 1, 1, 1], 4 * BLOCK - 1, 3), ([1, 1, 1, 1], 9 * BLOCK, 4)),
+    ):
+        numbers = itertools.count()
+        rounds = [
+            [
+                request_of(1, 0, BLOCK, to0=()),
+                *(request_of(0, next(numbers), to1=()) for _ in range(count)),
+            ]
+            for count in of_rounds
+        ]
+        assert prepared(ExchangePlan(rounds), one, ahead_bytes).memory_bytes == slots * BLOCK
 
 
 def test_there_is_memory_for_what_the_largest_round_brings(one):
@@ -555,22 +545,19 @@ def test_a_worker_that_waits_for_others_ends_with_the_transfer(two, for_what):
     assert isinstance(outcome, ZeroDivisionError)
 
 
-@pytest.mark.parametrize(
-    ("columns", "is_packed"), [(1, True), (24, True), (25, False), (39, False), (40, False)]
-)
-def test_parts_of_a_stretch_are_packed_if_they_are_three_quarters_of_it_or_less(columns, is_packed):
+def test_parts_of_a_stretch_are_packed_if_they_are_three_quarters_of_it_or_less():
     """Of two rows of 40 bytes; between the parts lies what is not needed."""
-    item = _tensor_item("t", (0, 0), (2, columns))
     location = ItemLocation(3, 1000, 80, (2, 40), "uint8", None)
-    read = tensor_read.TensorRead(item, location)
     others = tensor_read.TensorRead(_tensor_item("u", (0, 0), (2, 40)), location)
-    span = Span(3, 1000, 1080, tensor_read.Block("t", 0, None, [others, read]))
-    needs, selections = exchange.needs_of([others, read], [span])
-    whole, own = needs.tolist()
-    assert whole == (3, 1000, 1080, 1000, 1080, 0, -1)
-    high = 1000 + 40 + columns
-    assert own == (3, 1000, 1080, 1000, high, *((2 * columns, 1) if is_packed else (0, -1)))
-    assert selections == ({1: read.selection} if is_packed else {})
+    for columns, is_packed in ((1, True), (24, True), (25, False), (40, False)):
+        read = tensor_read.TensorRead(_tensor_item("t", (0, 0), (2, columns)), location)
+        span = Span(3, 1000, 1080, tensor_read.Block("t", 0, None, [others, read]))
+        needs, selections = exchange.needs_of([others, read], [span])
+        whole, own = needs.tolist()
+        assert whole == (3, 1000, 1080, 1000, 1080, 0, -1)
+        packed = (2 * columns, 1) if is_packed else (0, -1)
+        assert own == (3, 1000, 1080, 1000, 1000 + 40 + columns, *packed)
+        assert selections == ({1: read.selection} if is_packed else {})
 
 
 # --- failures -------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 import dcp_objstore as dos
@@ -25,7 +24,7 @@ from dcp_objstore.read.items import IndexItems, ItemLocation, RenamedItems, Stoc
 from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_stored_checkpoint
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.digests import block_digest
-from tests.support.checkpoints import memory_url
+from tests.support.checkpoints import memory_url, saved_by
 
 STATE: dict[str, Any] = {
     "a": torch.arange(6.0).view(2, 3),
@@ -35,19 +34,9 @@ STATE: dict[str, Any] = {
 }
 
 
-def ours() -> StoredCheckpoint:
-    dos.save(STATE, url := memory_url(), progress=False)
-    return open_stored_checkpoint(StoreSpec(url), "load id")
-
-
-def stock(folder: Path) -> StoredCheckpoint:
-    dcp.save(dict(STATE), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-    return open_stored_checkpoint(StoreSpec(folder.as_uri()), "load id")
-
-
 @pytest.fixture(params=["ours", "stock"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> StoredCheckpoint:
-    return ours() if request.param == "ours" else stock(tmp_path)
+    return open_stored_checkpoint(StoreSpec(saved_by(request.param, tmp_path, STATE)), "load id")
 
 
 def test_items_say_what_was_saved_and_where_it_lies(opened):
@@ -123,7 +112,8 @@ def test_renamed_items_are_the_same_under_other_keys(opened):
 
 
 def test_an_item_of_ours_has_the_digests_of_its_blocks_and_a_bound():
-    opened = ours()
+    dos.save(STATE, url := memory_url(), progress=False)
+    opened = open_stored_checkpoint(StoreSpec(url))
     found = opened.item("a", (0, 0))
     assert (found.sizes, found.dtype) == ((2, 3), "float32")
     assert found.digests == block_digest(STATE["a"].numpy().tobytes())

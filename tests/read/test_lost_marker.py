@@ -77,17 +77,6 @@ def test_what_needs_the_marker_names_it(checkpoint):
             dos.open(url, verify=False).verify(quick=quick)
 
 
-def test_with_its_marker_copied_back_it_is_verified_again(tmp_path):
-    folder = tmp_path / "step-7"
-    dos.save({"w": torch.ones(9), "step": 7}, folder.as_uri(), progress=False)
-    marker = (folder / MARKER).read_bytes()
-    (folder / MARKER).unlink()
-    with pytest.raises(CheckpointNotFoundError):
-        dos.open(folder.as_uri())
-    (folder / MARKER).write_bytes(marker)
-    assert dos.open(folder.as_uri()).verify(progress=False).ok
-
-
 def test_an_empty_checkpoint_of_another_library_is_none_of_ours(tmp_path):
     dcp.save({}, checkpoint_id=tmp_path / "stock")
     assert list(dos.open((tmp_path / "stock").as_uri())) == []

@@ -163,12 +163,10 @@ def test_a_request_takes_no_more_than_half_of_a_rounds_memory_but_a_whole_block(
 
 def test_a_copy_of_another_node_is_worth_it_where_too_little_is_shared_otherwise():
     own = [whole(1 + n, 100 * MIB) for n in range(2)]
+    a, b, other = Held(b"a", frozenset({0})), Held(b"b", frozenset({0})), Held(b"a", frozenset({7}))
     for held, together in (
-        ([None, None], False),
-        ([Held(b"a", frozenset({0})), None], True),
-        ([None, Held(b"a", frozenset({0}))], True),
-        ([Held(b"a", frozenset({7})), None], False),
-        ([Held(b"a", frozenset({0})), Held(b"b", frozenset({0}))], False),
+        *(([None, None], False), ([a, None], True), ([None, a], True)),
+        *(([other, None], False), ([a, b], False)),
     ):
         offers = [offer(n, [whole(0), own[n]], held=held[n]) for n in range(2)]
         assert [share is not None for share in share_out(offers)] == [together] * 2, held
