@@ -32,6 +32,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dcp_objstore"
 FOLDER = "DCP_MUTANTS_REACH"
 _TEST = "PYTEST_CURRENT_TEST"
+# The tests of these want environments with packages of their own (`tests/frameworks`).
+_FRAMEWORKS = {
+    PACKAGE / "integrations" / f"{name}.py"
+    for name in ("hf", "lightning", "megatron", "peft", "torchtitan")
+}
 # Modules of which nearly all runs in a program of its own, which the tracer does not see.
 _UNSEEN = {
     f"dcp_objstore/{module}.py": "tests/compat/test_hostile_inputs.py"
@@ -40,8 +45,9 @@ _UNSEEN = {
 
 
 def sources() -> list[Path]:
-    """The modules of the package, relative to the tree."""
-    return [file.relative_to(ROOT) for file in sorted(PACKAGE.rglob("*.py"))]
+    """The modules of the package, relative to the tree, without those of frameworks."""
+    files = sorted({*PACKAGE.rglob("*.py")} - _FRAMEWORKS)
+    return [file.relative_to(ROOT) for file in files]
 
 
 def keys_of(file: str, text: str) -> list[str]:
