@@ -19,13 +19,11 @@ from dcp_objstore.checkpoint import catalogue
 from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY
 from dcp_objstore.errors import (
     CheckpointCorruptError,
-    CheckpointGoneError,
     CheckpointNotFoundError,
     ConfigError,
     CredentialsError,
     PermissionDeniedError,
     StoreUnavailableError,
-    SupersededError,
 )
 from dcp_objstore.run import follow as following
 from dcp_objstore.stores import StoreSpec
@@ -33,9 +31,6 @@ from tests.support.managers import down, run_url, state
 from tests.support.servers import READ_ONLY
 from tests.support.upkeep import save as save_bytes
 from tests.support.wrapped_stores import Fault, FaultStore, Through
-
-NEXT = r"(?s)deleted.*next step of the run is step-%d"
-NO_NEXT = r"was deleted\s\["  # then comes the URL
 
 
 @pytest.fixture
@@ -118,26 +113,14 @@ def test_each_step_comes_once_in_order_until_the_run_is_finished(url, time, capl
     assert len(time.waits) == 4  # of a finished run, nothing is waited for
 
 
-def test_a_job_that_claims_a_finished_run_opens_it_again(url, time):
-    finish(url, 1)
-    dos.claim_run(url)
-    time.later = [lambda: finish(url, 2)]
-    assert names(dos.follow(url)) == ["step-1", "step-2"]
-    assert len(time.waits) == 1
-
-
-def test_a_job_that_was_superseded_or_has_no_claim_finishes_nothing(url, time):
-    old = dos.CheckpointManager(url)
-    old.save(1, state(1))
-    train(url, [2])
-    with pytest.raises(SupersededError):
-        old.finish()
+def test_a_job_without_a_claim_finishes_nothing(url, time):
+    train(url, [1])
     with (
         pytest.raises(ConfigError, match="claim_run"),
         dos.CheckpointManager(url, claim_run=False) as run,
     ):
         run.finish()
-    assert names(dos.follow(url, timeout_seconds=10)) == ["step-1", "step-2"]
+    assert names(dos.follow(url, timeout_seconds=10)) == ["step-1"]
     assert sum(time.waits) == 10
 
 
@@ -315,36 +298,6 @@ def test_an_outage_that_ends_in_time_is_not_raised_and_other_errors_are(url, tim
         assert names(dos.follow(url, timeout_seconds=60)) == ["step-1"]
 
 
-# --- a step that goes while it is read
-
-
-def test_the_error_of_a_step_that_is_gone_names_the_next_one(url, time, through):
-    train(url, [1, 2, 3, 10])
-    steps = dos.follow(url, until=10)
-    opened = dos.open(next(steps).url)
-    for number in (1, 2):
-        dos.delete(f"{url}/step-{number}")
-    with pytest.raises(CheckpointGoneError, match=NEXT % 3):
-        opened.read()
-    step = next(steps)
-    assert step.name == "step-2"
-    with pytest.raises(CheckpointNotFoundError, match=NEXT % 3):
-        dos.load(state(0), step.url, progress=False)
-
-    def delete_first(verb: str, *_: object) -> None:
-        if verb == "open_range":
-            dos.delete(f"{url}/step-3")
-
-    step = next(steps)
-    through(lambda store: FaultStore(store, delete_first))
-    with pytest.raises(CheckpointGoneError, match=NEXT % 10):
-        dos.load(state(0), step.url, progress=False)
-    assert names(steps) == ["step-10"]
-    dos.delete(f"{url}/step-10", allow_newest=True)
-    with pytest.raises(CheckpointNotFoundError, match=NO_NEXT):
-        dos.open(f"{url}/step-10")
-
-
 # --- pins
 
 
@@ -440,13 +393,6 @@ def test_a_pin_that_cannot_be_removed_is_said_and_the_next_poll_removes_it(
             assert next(steps).name == "step-2"
     assert caplog.text.count("still pinned") == 1
     assert pins(url) == {"step-2": ("evaluator",)}
-
-
-def test_a_step_whose_marker_is_damaged_is_passed_over_with_a_pin_too(url, time):
-    train(url, [1, 2, 3])
-    StoreSpec(f"{url}/step-2").open().put(MARKER_KEY, b"damaged")
-    steps = dos.follow(url, pin="evaluator", timeout_seconds=0)
-    assert names(steps) == ["step-1", "step-3"]
 
 
 def test_a_marker_that_could_not_be_read_is_read_again_at_the_next_poll(url, time, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from datetime import UTC, datetime
 from typing import Any
@@ -22,7 +21,6 @@ from dcp_objstore.checkpoint.names import (
     index_key,
     new_nonce,
 )
-from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     ConfigError,
@@ -96,21 +94,6 @@ def test_a_run_is_listed_by_its_markers_alone_and_nothing_is_changed(run, reques
     assert [found[name].is_fence for name in ("step-2", "step-5")] == [False, True]
     assert found["step-1"].pins == ("paper",)
     assert found["step-1"].user_metadata["metrics"] == {"loss": 0.25}
-
-
-def test_the_table_fits_80_columns_and_json_has_all_of_it(run, capsys):
-    print_checkpoints(run, as_json=False)
-    shown = capsys.readouterr()
-    assert shown.err == ""
-    lines = shown.out.splitlines()[1:]
-    assert max(map(len, lines[:-1])) <= 80
-    states = ["state", "committed", "not committed", "committed"]
-    assert [line.strip().split("  ")[0] for line in lines[:-1]] == states
-    assert lines[1].endswith("step-1  pinned: paper; loss 0.25")
-    assert "1 deleted checkpoint left" in lines[-1]  # nothing is left of the other one
-    print_checkpoints(run, as_json=True)
-    entries = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [entry["state"] for entry in entries] == list(STATES.values())
 
 
 def test_a_listed_checkpoint_says_what_its_marker_says():
