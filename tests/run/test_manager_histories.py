@@ -372,6 +372,7 @@ class History:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.draw = random.Random(seed)
+        self.due: list[Act] = []  # the acts that come next
         self.polls = random.Random(seed)
         self.skips = seed % 2 == 1
         self.player = Player(skip_to_newest=self.skips)
@@ -389,6 +390,26 @@ class History:
 
     def _next(self, value: int) -> Act:
         """Choose the next act."""
+        if self.due and self.due[0].job in {"", *self.player.managers}:
+            return self.due.pop(0)._replace(value=value)
+        act = self._choose(value)
+        self.due = self._sequel(act) if self.draw.random() < 0.3 else []
+        return act
+
+    def _sequel(self, act: Act) -> list[Act]:
+        """Choose acts that follow one, for which it matters what a job knows of its own saves."""
+        again = act._replace(kind="save", how="", at=0)
+        if act.kind == "load":
+            again = again._replace(step=max(act.step, 0) + 5)
+            bad = again._replace(kind=self.draw.choice(["save", "save_in_background"]))
+            return [bad._replace(how="bad value"), again]
+        if act.kind not in ("save", "save_in_background"):
+            return []
+        back = again._replace(kind="load", step=self.draw.choice([-1, act.step - 5]))
+        gone = Act("remove", step=act.step, how="delete")
+        return self.draw.choice([[back, again], [gone, back, again]])
+
+    def _choose(self, value: int) -> Act:
         draw, jobs = self.draw, list(self.player.managers)
         if len(jobs) < draw.choice([1] * 9 + [2]):
             return Act("start", next(name for name in ("A", "B") if name not in jobs))
