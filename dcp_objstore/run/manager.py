@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -616,18 +617,22 @@ class CheckpointManager:
             DcpObjstoreError: the load failed for another reason; raised at once.
         """
         step = as_step(step)
-        self._set_up().end()  # waits for deletions, too: none may take the step that is loaded
+        saves = self._set_up()
+        saves.end()  # waits for deletions, too: none may take the step that is loaded
         _, refused = capture(lambda: None if step is None else check_step(step))
         raise_on_all(refused, self._url, self._group, same={"step": step})
         self._own_run()
         self._unsaved = self._trained.last = None  # this load replaces its state
+        load = partial(self._load_one, state)
         if step is not None:
-            report = ResumeReport(step, self._load_one(state, step))
-            self._resume(report, went_back=True)
-            return step
-        report = load_newest(self._run, self._group, lambda number: self._load_one(state, number))
+            report = ResumeReport(step, load(step))
+        else:
+            report = load_newest(self._run, self._group, load)
         # Without a claim, a damaged step is replaced when the job saves it again.
-        self._resume(report, went_back=bool(report.skipped) and self._claims_run)
+        passed_over = bool(report.skipped) and self._claims_run
+        saves.resume(report.step, went_back=step is not None or passed_over)
+        self._last_step = report.step
+        self.last_resume = report
         return report.step
 
     def _load_one(self, state: MutableMapping[str, Any], step: int) -> LoadReport:
@@ -638,12 +643,6 @@ class CheckpointManager:
             process_group=self._group_given,
             **self._loading,
         )
-
-    def _resume(self, report: ResumeReport, *, went_back: bool) -> None:
-        assert self._saves is not None
-        self._saves.resume(report.step, went_back=went_back)
-        self._last_step = report.step
-        self.last_resume = report
 
     # --- the run
 

@@ -152,9 +152,6 @@ class _KeepAny(RetentionPolicy):
             if not isinstance(policy, RetentionPolicy):
                 raise ConfigError(f"keep= takes retention policies, got {policy!r}")
 
-    def __repr__(self) -> str:
-        return repr(list(self.policies))
-
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
         """Return the steps that any of the policies keeps."""
         return frozenset().union(*(policy.keeps(steps) for policy in self.policies))

@@ -281,21 +281,11 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "some", [quick, pytest.param(thorough, marks=pytest.mark.campaign)], ids=["quick", "thorough"]
+)
 @pytest.mark.filterwarnings("ignore")
-@quick
-@given(seed=st.integers(0, 2**64))
-def test_a_mutation_is_within_bounds_or_a_typed_error(kind, seed):
+def test_a_mutation_is_within_bounds_or_a_typed_error(kind, some):
     hostile.fired.clear()
-    KINDS[kind](seed)
-    assert hostile.fired == []
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.filterwarnings("ignore")
-@thorough
-@given(seed=st.integers(0, 2**64))
-def test_many_mutations_are_within_bounds_or_typed_errors(kind, seed):
-    hostile.fired.clear()
-    KINDS[kind](seed)
+    some(given(seed=st.integers(0, 2**64))(KINDS[kind]))()
     assert hostile.fired == []

@@ -175,20 +175,6 @@ def test_a_store_that_stalls_at_the_commit_leaves_its_outcome_unknown_soon(bucke
     held.release()
 
 
-@pytest.mark.campaign
-def test_one_stalled_connection_only_delays_a_save(bucket, proxy):
-    url = bucket.at("step-1")
-    held = proxy.hold(is_part, after_bytes=MIB, times=1)
-    config = dos.TransferConfig(
-        part_size_bytes=PART_SIZE_BYTES, request_timeout_seconds=2, stall_timeout_seconds=30
-    )
-    run_ranks(2, save, url, [proxy.storage_options], [config], timeout_seconds=150)
-    assert held.reached
-    assert_loads(url, bucket.storage_options)
-    assert bucket.uploads() == []
-    held.release()
-
-
 @pytest.mark.parametrize("stalled", cases([0, 1], default=[1]))
 def test_a_stalled_load_fails_soon_and_typed_on_every_rank(bucket, proxy, stalled):
     url, options = bucket.at("step-1"), bucket.storage_options

@@ -302,6 +302,28 @@ def test_a_step_of_another_job_is_refused_however_often_a_save_is_tried(url):
         assert loaded(run) == (1, 1)
 
 
+def test_a_save_that_failed_lets_no_other_save_replace_a_step_that_was_there(url):
+    """It has failed before it looked at the store, so what is there is not its own."""
+    save_steps(url, (1,))
+    with dos.CheckpointManager(url, sweep=False) as run:
+        run.async_save(1, {"lock": threading.Lock()})
+        for error in (dos.errors.UnsupportedError, dos.errors.CheckpointExistsError):
+            with pytest.raises(error):
+                run.save(1, state(10))
+        assert loaded(run) == (1, 1)
+
+
+def test_a_save_that_fails_after_going_back_leaves_the_later_steps_to_the_next(url):
+    save_steps(url, (1, 2, 3))
+    with dos.CheckpointManager(url, sweep=False) as run:
+        loaded(run, 1)
+        with pytest.raises(dos.errors.UnsupportedError):
+            run.save(2, {"lock": threading.Lock()})
+        assert numbers(run) == (1, 2, 3)
+        run.save(4, state(4))
+        assert numbers(run) == (1, 4)
+
+
 def test_looking_at_a_run_changes_nothing(url):
     with dos.CheckpointManager(url, sweep=False) as run:
         run.save(1, state(1))
@@ -405,6 +427,15 @@ def test_a_save_whose_commit_was_never_answered_is_made_again(url, monkeypatch):
 
 
 # --- how it ends
+
+
+@pytest.mark.parametrize("other", [7, 10, 12])
+def test_the_last_step_is_saved_at_the_end_though_an_earlier_one_was_saved_after_it(url, other):
+    """A state that was kept, such as the best one. A later step is beyond the last one."""
+    with dos.CheckpointManager(url, sweep=False) as run:
+        run.step(10, state(10))
+        run.save(other, state(other))
+    assert names(url) == [f"step-{step}" for step in sorted({other, max(10, other)})]
 
 
 def test_a_manager_that_was_not_used_closes_without_a_request(url, requests):
