@@ -696,6 +696,38 @@ def test_a_signal_that_the_program_knows_of_does_not_end_it(tmp_path):
     assert exit_code(_leave_after_a_signal, tmp_path.as_uri()) == 3
 
 
+@pytest.mark.parametrize("save", [True, False])
+def test_the_step_at_which_a_job_must_end_is_saved_before_a_handler_ends_the_program(url, save):
+    """Or not, if none is wanted then. Also if the save before it has failed."""
+
+    def leave(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    preemption = dos.Preemption(save=save)
+    with (
+        noticed_at_each_step(),
+        pytest.raises(SystemExit, match="143"),
+        dos.CheckpointManager(url, preemption=preemption, sweep=False) as run,
+    ):
+        run.async_save(1, {"lock": threading.Lock()})
+        signal.raise_signal(signal.SIGTERM)
+        run.step(2, state(2))
+    signal.signal(signal.SIGTERM, before)
+    assert names(url) == (["step-2"] if save else [])
+
+
+def test_a_job_is_told_once_that_it_must_end(url):
+    with (
+        noticed_at_each_step(),
+        dos.CheckpointManager(url, save_last=False, sweep=False) as run,
+    ):
+        signal.raise_signal(signal.SIGTERM)
+        assert [run.step(step, state(step)) for step in (1, 1, 2)] == [True, False, False]
+        assert run.preempted()
+    assert names(url) == ["step-1"]
+
+
 def exit_code(act: Callable[..., None], *args: object) -> int | None:
     """How a forked child ends that does this."""
     child = multiprocessing.get_context("fork").Process(target=act, args=args)

@@ -403,6 +403,8 @@ class History:
             again = again._replace(step=max(act.step, 0) + 5)
             bad = again._replace(kind=self.draw.choice(["save", "save_in_background"]))
             return [bad._replace(how="bad value"), again]
+        if act.kind == "sigterm":
+            return [again._replace(kind="step"), again._replace(kind="step")]
         if act.kind not in ("save", "save_in_background"):
             return []
         back = again._replace(kind="load", step=self.draw.choice([-1, act.step - 5]))
