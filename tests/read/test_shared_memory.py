@@ -11,6 +11,8 @@ import pytest
 
 from dcp_objstore.read.peers import shared_memory as module
 from dcp_objstore.read.peers.shared_memory import SharedMemory, SharedMemoryAddress, attach
+from tests.support.ranks import PRELOAD
+from tests.support.shared_servers import warm_up
 
 
 def read_there(address: SharedMemoryAddress) -> bytes | None:
@@ -33,6 +35,7 @@ def test_another_process_reads_what_was_written():
     for number in range(3):
         slots[number][:] = bytes([number + 1]) * 4096
     assert slots.address is not None
+    warm_up(PRELOAD)  # as every process of the tests, it is forked from the server of the ranks
     with multiprocessing.get_context("forkserver").Pool(1) as pool:
         found = pool.apply(read_there, (slots.address,))
         assert found == b"".join(bytes([n + 1]) * 4096 for n in range(3))
