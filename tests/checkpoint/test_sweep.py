@@ -7,7 +7,6 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint.delete import delete
@@ -19,7 +18,6 @@ from dcp_objstore.checkpoint.names import (
     data_key,
     index_key,
     is_beacon_key,
-    is_ours,
     new_nonce,
     parse_data_key,
     parse_index_key,
@@ -521,44 +519,6 @@ def test_at_the_limit_the_clock_of_the_store_decides(what, late):
 NOW = datetime(2026, 1, 10, tzinfo=UTC)
 PASSING = [beacon_key(f"{0:024x}"), f".probe-{0:024x}"]
 OURS = [data_key(n, 0, f"{n:024x}") for n in range(4)] + [index_key(f"{n:024x}") for n in range(2)]
-ages = st.integers(0, 72).map(lambda hours: timedelta(hours=hours))
-listed = st.lists(
-    st.tuples(
-        st.sampled_from([*OURS, *PASSING, "other", ".metadata", "_COMMIT", f"x/{OURS[0]}"]), ages
-    ),
-    unique_by=lambda one: one[0],
-)
-
-
-@settings(deadline=None)
-@given(listed, st.none() | ages, st.sets(st.sampled_from(OURS)), st.lists(ages, max_size=2))
-def test_plan_never_removes_what_is_named_young_or_not_ours(listed, marker_age, named, up):
-    plan = plan_sweep(
-        [ObjectMeta(key, 1, Version("x"), NOW - age) for key, age in listed],
-        marker_written_at=None if marker_age is None else NOW - marker_age,
-        named=named,
-        uploads=[UnfinishedUpload(OURS[0], str(n), NOW - age, 1) for n, age in enumerate(up)],
-        now=NOW,
-        grace_seconds=GRACE_SECONDS,
-    )
-    age_of = dict(listed)
-    grace = timedelta(seconds=GRACE_SECONDS)
-    for meta in plan.candidates:
-        assert is_ours(meta.key)
-        assert meta.key not in named
-        assert age_of[meta.key] > grace
-    if plan.outcome == "swept":
-        assert plan.candidates
-        assert not plan.young
-        assert not plan.uploads_young
-        assert marker_age is None or marker_age > grace
-        assert marker_age is not None or ".metadata" not in age_of
-    assert all(NOW - one.initiated > grace for one in plan.uploads)
-    assert len(plan.uploads) + len(plan.uploads_young) == len(up)
-    assert all(meta.key in PASSING and age_of[meta.key] > grace for meta in plan.passing)
-    shown = (*plan.candidates, *plan.young, *plan.passing)
-    every = {meta.key for meta in shown} | set(plan.unknown) | named
-    assert {key for key in age_of if "/" not in key} <= every | {MARKER_KEY, DOT_METADATA_KEY}
 
 
 def at_age(key: str, age: timedelta, size_bytes: int = 1) -> ObjectMeta:
