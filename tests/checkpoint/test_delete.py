@@ -101,7 +101,7 @@ def test_a_pin_that_comes_between_reading_and_deleting_wins(store):
     named(store)
 
 
-def test_a_deletion_that_meets_others_begins_again_after_a_pause_if_the_commit_stands(store):
+def test_a_deletion_that_meets_others_pauses_and_tries_again_if_the_commit_stands(store):
     save(store)
     clock = TickingClock()
     store.on_put = in_turn(MARKER_KEY, lambda _: pin(store, "paper") and unpin(store, "paper"))

@@ -336,7 +336,7 @@ def test_tensors_that_an_optimizer_makes_of_a_load_are_no_inference_tensors():
     step(model, optimizer)
 
 
-def test_a_save_of_an_optimizer_that_lost_a_parameter_says_what_its_state_dict_raised():
+def test_a_save_of_an_optimizer_that_lost_a_parameter_says_what_was_raised():
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2)).sum().backward()

@@ -39,7 +39,7 @@ def copied(state_dict):
 
 
 # The one wants a closure, the other sparse gradients.
-def test_ranks_go_through_the_state_in_one_order_and_modules_and_optimizers_come_first():
+def test_ranks_go_through_the_state_in_one_order_modules_and_optimizers_first():
     """Its methods may be collectives; a scheduler may read what its optimizer has restored."""
     calls: list[tuple[str, str]] = []
     seen: list[tuple[float, float]] = []
@@ -307,9 +307,8 @@ def test_tensors_in_a_mapping_that_nobody_can_change_are_loaded_in_place():
     ids=lambda inner: type(inner).__name__,
 )
 def test_what_stands_in_a_list_beside_plain_values_is_stored_by_itself(inner):
-    converted = ConvertedState({"list": [0, inner, "x"]}, loading=True)
-    listed = converted.state_dict["list"]
-    assert listed is not converted._state["list"]
+    state = {"list": [0, inner, "x"]}
+    assert ConvertedState(state, loading=True).state_dict["list"] is not state["list"]
 
 
 def test_containers_of_a_state_dict_come_back_in_their_types():
