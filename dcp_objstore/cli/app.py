@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from typing import Annotated, Any, Literal
 
 import typer
@@ -17,7 +19,7 @@ from dcp_objstore.cli.inspect import inspect
 from dcp_objstore.cli.local import print_runs, remove_runs
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.cli.options import choose
-from dcp_objstore.cli.serve import serve
+from dcp_objstore.cli.terminal import say
 from dcp_objstore.cli.upkeep import pin, remove, repair, sweep, unpin
 from dcp_objstore.cli.verify import verify
 
@@ -131,6 +133,36 @@ def demo(
     run_demo(ranks=ranks, resume_ranks=resume_ranks, url=url, device=device, report=report)
 
 
+def serve(
+    bucket: Annotated[str, typer.Option(help="The bucket to make.")] = "bucket",
+    port: Annotated[
+        int | None, typer.Option(help="Port of the server. Default: a free one.", min=1, max=65535)
+    ] = None,
+) -> None:
+    """Run an S3 server on this machine, until Ctrl-C.
+
+    It is SeaweedFS, a real server with conditional writes, and can be reached from this machine
+    only. What it prints sets up another terminal.
+    """
+    from dcp_objstore.cli.seaweedfs import SeaweedServer
+
+    with SeaweedServer(port=port) as server:
+        url = server.create_bucket(bucket)
+        say(
+            f"# An S3 server with the bucket {url}, until Ctrl-C. Its data goes with it."
+            " In another terminal:",
+            f"export AWS_ENDPOINT_URL={server.endpoint_url}",
+            f"export AWS_ACCESS_KEY_ID={server.access_key}",
+            f"export AWS_SECRET_ACCESS_KEY={server.secret_key}",
+        )
+        sys.stdout.flush()
+        try:
+            while True:
+                signal.pause()
+        except KeyboardInterrupt:
+            say("ended")
+
+
 # Their parameters are the options, their docstrings the help. To show it must stay quick, so their
 # modules import what does the work when it is called.
 for name, command, example in (
@@ -163,4 +195,3 @@ for name, of_node, example in (
     ("rm", remove_runs, "/tmp/node"),
 ):
     local.command(name, epilog=f"Example: dcp-objstore local {name} {example}")(exits()(of_node))
-app.command("gc", hidden=True)(exits()(sweep))  # a short name of `sweep`, as in git

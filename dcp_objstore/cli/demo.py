@@ -1,13 +1,18 @@
 """The demo: train, kill a rank in mid-save, resume on fewer, be preempted; prove what is promised.
 
-`demo_crew` runs the ranks. All starters prove the same; the first of them prints it.
+`demo_crew` runs the ranks. The first starter proves and prints; under a launcher the others only
+run their ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import json
 import math
 import os
+import platform
+import shlex
 import signal
 import sys
 import tempfile
@@ -31,15 +36,15 @@ from torch.nn import functional
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import MARKER_KEY, parse_data_key
 from dcp_objstore.checkpoint.probe import require_fencing
-from dcp_objstore.cli import demo_report
 from dcp_objstore.cli.demo_crew import Crew, DemoFailedError, Ended
 from dcp_objstore.cli.exits import fail
 from dcp_objstore.cli.seaweedfs import SeaweedServer
-from dcp_objstore.cli.terminal import coloured, columns, say, wrapped
+from dcp_objstore.cli.terminal import coloured, say
+from dcp_objstore.config import processors
 from dcp_objstore.doctor.runner import CONFIG
 from dcp_objstore.doctor.scratch import Scratch
 from dcp_objstore.errors import CheckpointNotFoundError, DcpObjstoreError, InputError
-from dcp_objstore.observe.report import counted, first_few, size_text
+from dcp_objstore.observe.report import GIB, counted, first_few, size_text
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import upload_items
 
@@ -49,7 +54,6 @@ _CONTEXT, _SEQUENCES = 64, 32
 # Ranks add the same float32 numbers in another order; a wrong weight would change far more.
 _LOSS_TOLERANCE = 1e-2
 _BENCH_SECONDS, _BENCH_BYTES = 15.0, 64 << 20
-_WIDEST = 100
 
 
 def run_demo(
@@ -90,16 +94,14 @@ def run_demo(
     seconds = time.monotonic() - began
     _title(f"All {demo.proofs} proofs hold, in {seconds:.0f} s.")
     if report is not None:
-        place = "SeaweedFS on loopback" if url is None else None
-        Path(report).write_text(demo_report.text(demo, speeds, seconds, place))
+        place = "SeaweedFS on loopback" if url is None else _store_of(demo.spec)
+        Path(report).write_text(report_text(demo, speeds, seconds, place))
         tell(f"report: {report}")
 
 
 def tell(text: str, lead: str = "  ", colour: str | None = None) -> None:
-    """Print text after a lead, wrapped under the text, at once."""
-    width = max(20, min(columns(), _WIDEST)) if sys.stdout.isatty() else _WIDEST
-    first, *rest = wrapped(lead + text, width, " " * len(lead))
-    say(first.removeprefix(lead), *rest, lead=coloured(lead, colour) if lead.strip() else lead)
+    """Print a line after a lead, at once."""
+    say(text, lead=coloured(lead, colour) if lead.strip() else lead)
     sys.stdout.flush()
 
 
@@ -430,3 +432,73 @@ class Demo:
 
 def _ranks_that_wrote(keys: Iterable[str]) -> set[int]:
     return {name.rank for key in keys if (name := parse_data_key(key)) is not None}
+
+
+# --- the report, whose sections are the fields of .github/ISSUE_TEMPLATE/benchmark-results.yml
+
+
+def report_text(
+    demo: Demo, speeds: Sequence[dos.measure.BenchReport], seconds: float, store: str
+) -> str:
+    """Return a report as Markdown, which names no bucket.
+
+    Args:
+        demo: a demo that has run.
+        speeds: what `bench` has measured in each process that started ranks.
+        seconds: the duration of all of it.
+        store: the store, in words.
+    """
+    crew = demo.crew
+    ways = {
+        name: round(sum(getattr(one, name).gib_per_second.median for one in speeds), 3)
+        for name in ("save", "plain_puts", "load", "plain_gets")
+    }
+    results = {
+        "versions": {
+            "python": platform.python_version(),
+            "dcp_objstore": dos.__version__,
+            **{name: importlib.metadata.version(name) for name in ("torch", "obstore")},
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        },
+        "ranks": demo.ranks,
+        "resume_ranks": demo.resume_ranks,
+        "launcher": crew.launcher,
+        "device": crew.device,
+        "seconds": round(seconds, 1),
+        "gib_per_second": ways,
+        "processes": len(speeds),
+    }
+    started = f"started by {crew.launcher}" if crew.launcher else "on one machine"
+    gpu = f", {torch.cuda.get_device_name()}" if crew.device == "cuda" else ""
+    memory = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB)
+    words = [
+        word if "://" not in word else f"{word.partition('://')[0]}://..." for word in sys.argv[1:]
+    ]
+    proved = (
+        f"**{title.lstrip('1234. ')}**\n\n" + "\n".join(f"- {proof}" for proof in proofs)
+        for title, proofs in demo.phases
+    )
+    lines = [
+        "### Machine",
+        f"{demo.ranks} ranks {started}; each machine: {processors()} processors, {memory} GiB of"
+        f" memory{gpu}. Was anything else running?",
+        "### Store",
+        store,
+        "### Command",
+        shlex.join(["dcp-objstore", *words]),
+        "### results.json",
+        f"```json\n{json.dumps(results, indent=1)}\n```",
+        "### What should readers know?",
+        *proved,
+        f"**Speed**\n\n{size_text(speeds[0].size_bytes)} in each of"
+        f" {counted(len(speeds), 'process')}: saves {ways['save']} GiB/s, where plain PUTs without"
+        f" digests reach {ways['plain_puts']}; loads {ways['load']} GiB/s, plain GETs"
+        f" {ways['plain_gets']}. All objects were removed: a listing shows none.",
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+def _store_of(spec: StoreSpec) -> str:
+    own = spec.open().endpoint_url is not None
+    where = "an endpoint of its own" if own else "the provider's endpoint"
+    return f"{spec.parsed.scheme}:// at {where}. Which provider, storage class and region?"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-import shlex
 import sys
 import textwrap
 from contextlib import closing
@@ -85,22 +83,12 @@ def _print(finding: Finding, so_far: list[Finding]) -> None:
     for line in rest:
         say(f"{indent}{line}")
     if finding.advice:
-        advice = _wrapped(finding.advice, width - 3)
+        # A command stays on one line, to be copied.
+        is_command = "`" in finding.advice
+        advice = [finding.advice] if is_command else wrapped(finding.advice, width - 3)
         for number, line in enumerate(advice):
             say(f"{indent}{'-> ' if number == 0 else '   '}{line}")
     sys.stdout.flush()
-
-
-def _wrapped(advice: str, width: int) -> list[str]:
-    """Wrap text into lines, but do not break a command in the middle of an argument."""
-    kept = re.sub("`([^`]*)`", _with_whole_arguments, advice)
-    return [line.replace("\0", " ") for line in wrapped(kept, width, break_words=False)]
-
-
-def _with_whole_arguments(command: re.Match[str]) -> str:
-    """Replace the spaces in a command's arguments by \0, which no argument contains."""
-    arguments = (shlex.quote(argument).replace(" ", "\0") for argument in shlex.split(command[1]))
-    return f"`{' '.join(arguments)}`"
 
 
 def _checks(findings: list[Finding], status: Status) -> list[str]:

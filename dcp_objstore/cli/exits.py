@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from dcp_objstore.cli.terminal import columns, say, wrapped
+from dcp_objstore.cli.terminal import say
 from dcp_objstore.errors import (
     CorruptDataError,
     DcpObjstoreError,
@@ -51,18 +51,10 @@ def status_of(error: DcpObjstoreError) -> int:
 def fail(text: str, status: int = _UNEXPECTED, notes: Sequence[str] = ()) -> NoReturn:
     """Print one line on standard error, and notes (such as a server's log) as they are; exit.
 
-    On a terminal each line of the text stays one, and is wrapped between words.
+    On a terminal the lines of the text stay.
     """
-    text = f"dcp-objstore: {text}"
-    lines = [one_line(text)]
-    if sys.stderr.isatty():
-        width = columns()
-        lines = [
-            part
-            for line in text.splitlines()
-            for part in wrapped(line, width, "  ", break_words=False)
-        ]
-    say(*lines, *_lines(notes), to_errors=True)
+    lines = text.splitlines() if sys.stderr.isatty() else [one_line(text)]
+    say(*lines, *_lines(notes), lead="dcp-objstore: ", to_errors=True)
     sys.exit(status)
 
 

@@ -15,7 +15,7 @@ import typer
 import dcp_objstore as dos
 from dcp_objstore.cli.exits import fail
 from dcp_objstore.cli.ls import described
-from dcp_objstore.cli.options import chosen, seconds
+from dcp_objstore.cli.options import JsonLines, chosen, seconds
 from dcp_objstore.cli.terminal import json_text, say
 from dcp_objstore.errors import ConfigError
 
@@ -58,7 +58,7 @@ def follow(
         str | None, typer.Option(help="End after so long without a new step: 90m, 24h.")
     ] = None,
     poll: Annotated[str, typer.Option(help="Time between two listings of the run.")] = "30s",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    as_json: JsonLines = False,
 ) -> None:
     """Print each new step of a run, or run a command.
 

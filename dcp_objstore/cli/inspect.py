@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dcp_objstore.checkpoint.marker import LeftOut
 
 _Entry: TypeAlias = "dos.reports.TensorEntry | dos.reports.ValueEntry"
-_Module: TypeAlias = "dos.reports.Module[_Entry]"
+_Module: TypeAlias = "dos.reports.Module"
 
 _SIZE_WIDTH = len("1023.99 MiB")
 
@@ -43,9 +43,7 @@ def inspect(
 
 
 def _dtype(entry: _Entry) -> str:
-    from dcp_objstore.inspect.selection import dtype_name
-
-    return dtype_name(entry)
+    return entry.dtype_name if isinstance(entry, dos.reports.TensorEntry) else "value"
 
 
 def _described(entry: _Entry) -> dict[str, object]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from dcp_objstore.checkpoint.names import natural_order
+from dcp_objstore.cli.options import JsonLines
 from dcp_objstore.cli.terminal import age, aligned, json_text, say
 from dcp_objstore.observe.report import counted, size_text
 
@@ -18,12 +19,9 @@ Folder: TypeAlias = Annotated[
     str,
     typer.Argument(help="The folder that the job passes as local=.", metavar="FOLDER"),
 ]
-_JsonLines: TypeAlias = Annotated[
-    bool, typer.Option("--json", help="One JSON object per line, for each run.")
-]
 
 
-def print_runs(folder: Folder, as_json: _JsonLines = False) -> None:
+def print_runs(folder: Folder, as_json: JsonLines = False) -> None:
     """List the runs of which this node has copies.
 
     Shows their checkpoints, the copies that a save is writing or a killed one has left, and whether
@@ -47,7 +45,7 @@ def print_runs(folder: Folder, as_json: _JsonLines = False) -> None:
 
 def remove_runs(
     folder: Folder,
-    as_json: _JsonLines = False,
+    as_json: JsonLines = False,
 ) -> None:
     """Remove the copies of all runs that no process uses.
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, TypeAlias
-
-import typer
+from typing import Any, TypeAlias
 
 import dcp_objstore as dos
 from dcp_objstore.cli.exits import fail, status_of
-from dcp_objstore.cli.options import CheckpointOrRun, chosen
+from dcp_objstore.cli.options import CheckpointOrRun, JsonLines, chosen
 from dcp_objstore.cli.terminal import age, aligned, columns, json_text, say
 from dcp_objstore.observe.report import counted, size_text
 
@@ -24,7 +22,7 @@ _Line: TypeAlias = tuple[str, ...]
 
 def print_checkpoints(
     url: CheckpointOrRun,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    as_json: JsonLines = False,
 ) -> None:
     """List the checkpoint at a URL, and those below it.
 

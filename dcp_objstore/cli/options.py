@@ -20,6 +20,7 @@ CheckpointOrRun: TypeAlias = Annotated[
     str, typer.Argument(help="URL of a checkpoint or a run.", metavar="URL")
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+JsonLines: TypeAlias = Annotated[bool, typer.Option("--json", help="Print a JSON object per line.")]
 Keys: TypeAlias = Annotated[
     list[str] | None,
     typer.Option("--keys", help="Only these keys; shell patterns. Repeatable.", metavar="PATTERN"),

@@ -10,11 +10,8 @@ import typer
 import dcp_objstore as dos
 from dcp_objstore.cli.exits import DAMAGED_STATUS, fail
 from dcp_objstore.cli.options import Checkpoint, CheckpointOrRun, Json, chosen, seconds
-from dcp_objstore.cli.terminal import columns, json_text, print_json, say, wrapped
+from dcp_objstore.cli.terminal import json_text, print_json, say
 from dcp_objstore.observe.report import counted, size_text
-
-_LEAST_TEXT_WIDTH = 40
-
 
 _PinName: TypeAlias = Annotated[
     str, typer.Argument(help="Name of the pin, such as paper or release-1.", metavar="NAME")
@@ -164,10 +161,7 @@ def _print_sweep(report: dos.reports.SweepReport, grace: str) -> None:
     lines = [(_name(report, checkpoint), _summary(checkpoint)) for checkpoint in busy]
     width = max((len(name) for name, _ in lines), default=0)
     for name, summary in lines:
-        first, *rest = wrapped(summary, max(columns() - width - 4, _LEAST_TEXT_WIDTH - 4))
-        say(f"  {name.ljust(width)}  {first}")
-        for line in rest:
-            say(f"{' ' * (width + 4)}{line}")
+        say(f"  {name.ljust(width)}  {summary}")
     removed = "would be removed" if report.dry_run else "were removed"
     clean = len(report.checkpoints) - len(busy)
     if not report.checkpoints:

@@ -10,7 +10,7 @@ import typer
 
 import dcp_objstore as dos
 from dcp_objstore.cli.exits import DAMAGED_STATUS, fail
-from dcp_objstore.cli.options import chosen
+from dcp_objstore.cli.options import JsonLines, chosen
 from dcp_objstore.cli.terminal import coloured, columns, json_text, say, wrapped
 from dcp_objstore.observe.report import counted, size_text
 
@@ -37,9 +37,7 @@ def verify(
         bool,
         typer.Option("--run", help="Verify all steps of a run, the newest first."),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object per checkpoint, one per line.")
-    ] = False,
+    as_json: JsonLines = False,
 ) -> None:
     """Read a checkpoint, compare every block with its digest.
 

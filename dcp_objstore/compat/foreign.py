@@ -154,7 +154,7 @@ _DIALECT: Final = Dialect(
 )
 
 
-def decode_metadata(body: bytes, *, max_bytes: int = MAX_METADATA_SIZE_BYTES) -> Metadata:
+def decode_metadata(body: bytes) -> Metadata:
     """Decode a stock `.metadata` without importing or executing anything that it names.
 
     In the result, every key, shape, offset and length has its proper type; chunks lie within their
@@ -164,10 +164,9 @@ def decode_metadata(body: bytes, *, max_bytes: int = MAX_METADATA_SIZE_BYTES) ->
     the objects exist.
 
     Args:
-        body: the whole object.
-        max_bytes: size of the largest body to decode. Default 512 MiB (a tensor takes about 200
-            bytes, each further chunk 100). Decoding takes about 20 times as much memory as the
-            body, or 100 times for a hostile one.
+        body: the whole object, of at most 512 MiB (a tensor takes about 200 bytes, each further
+            chunk 100). Decoding takes about 20 times as much memory as the body, or 100 times for a
+            hostile one.
 
     Raises:
         CheckpointCorruptError: the body is damaged, too large, or not a `Metadata`.
@@ -175,8 +174,9 @@ def decode_metadata(body: bytes, *, max_bytes: int = MAX_METADATA_SIZE_BYTES) ->
             names it.
         UnsupportedError: an object's key has an empty part (`a//b`).
     """
-    if len(body) > max_bytes:
-        raise CheckpointCorruptError(f".metadata has {len(body)} bytes, more than {max_bytes}")
+    if len(body) > MAX_METADATA_SIZE_BYTES:
+        text = f".metadata has {len(body)} bytes, more than {MAX_METADATA_SIZE_BYTES}"
+        raise CheckpointCorruptError(text)
     with _collector_paused():
         # A copy, because the body must not change between the scan and the load.
         return _Converter(len(body)).metadata(_unpickled(bytes(body)))

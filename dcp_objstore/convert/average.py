@@ -24,7 +24,6 @@ from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.convert.import_checkpoint import SourcePlanner, write_item
-from dcp_objstore.convert.names import options_of_other
 from dcp_objstore.convert.sources import Source, TensorInfo
 from dcp_objstore.convert.sums import SUM_BYTES, Input, SummedSlab, sum_dtype, weighted_sums
 from dcp_objstore.distributed.failures import (
@@ -48,6 +47,7 @@ from dcp_objstore.read.items import SavedTensor, typed_paths
 from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_stored_checkpoint
 from dcp_objstore.state.stored import known_dtype
 from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.spec import options_of_other
 from dcp_objstore.transfer.workers import in_waves
 from dcp_objstore.write.api import run_save
 from dcp_objstore.write.writer import ObjectStoreWriter
@@ -135,7 +135,8 @@ def average(
     Raises:
         ConfigError: fewer than two inputs, one of them twice, or weights that cannot be used.
         StateMismatchError: a key of `keys` is not a tensor of floating-point numbers in every
-            input, or not of the same shape; the error names the key and the input.
+            input, or not of the same shape; the error names the key and the input. Or `keys`
+            selects no tensor at all.
         CheckpointNotFoundError: there is no checkpoint at a URL.
         UnsupportedError: another library wrote an input, or torch pickled a tensor as a whole.
         CheckpointCorruptError: an input is damaged; the error names the tensor. Nothing was
@@ -242,6 +243,8 @@ def _opened(
                     key=key,
                     url=other.url,
                 )
+    if not averaged:
+        raise StateMismatchError("keys= selects no tensor to average", url=spec.url)
     selected = {*matching(newest.items.keys, keys)} - averaged.keys()
     counters = [k for k in newest.items.keys if k in selected or newest.items.tensor(k) is None]
     settings = EventSettings(None, None)

@@ -7,19 +7,18 @@ it (`integrations.hf`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dcp_objstore.checkpoint.names import TORCH_SUFFIXES
-from dcp_objstore.convert.files import PlannedFile, TensorBytes
+from dcp_objstore.config import MIB
+from dcp_objstore.convert.files import PlannedFile, TensorBytes, folder_and_name
 from dcp_objstore.convert.frameworks import DESCRIPTION_KEY
-from dcp_objstore.convert.names import folder_and_name
 from dcp_objstore.errors import (
     InputError,
     ObjectNotFoundError,
@@ -31,7 +30,6 @@ from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import ObjectMeta
 from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.stores.wrappers import PinnedStore
-from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 
 if TYPE_CHECKING:
     from dcp_objstore.inspect.checkpoint import Checkpoint
@@ -48,7 +46,8 @@ _TRAINER_STATE = "trainer_state.json"
 # the model is one of transformers. (Adapters of PEFT are there without it.)
 _TRAINER_KEY = "files.0"
 _CONFIG = "config.json"
-# Memory for these many blocks is in use while an object is copied.
+# An object is read in pieces of this size, so many at a time.
+_PIECE_BYTES = 16 * MIB
 _CONCURRENT_READS = 8
 
 
@@ -124,11 +123,8 @@ def _copy_of(store: ObjectStore, meta: ObjectMeta) -> PlannedFile:
 
     def buffers(_: TensorBytes) -> Iterator[ByteArray]:
         pinned = PinnedStore(store, {})  # a CDN may answer a GET with another ETag than a HEAD
-        starts = range(0, meta.size_bytes, BLOCK_SIZE_BYTES)
-        ends = [*starts[1:], meta.size_bytes]
-        read = partial(_read, pinned, meta.key)
-        with closing(ahead(zip(starts, ends, strict=False), read, _CONCURRENT_READS)) as blocks:
-            yield from blocks
+        with closing(pieces_of(pinned, meta.key, meta.size_bytes)) as pieces:
+            yield from pieces
         now = store.head(meta.key)
         if (now.version, now.size_bytes) != (meta.version, meta.size_bytes):
             raise PreconditionFailedError("replaced while it was copied", object_key=meta.key)
@@ -136,8 +132,14 @@ def _copy_of(store: ObjectStore, meta: ObjectMeta) -> PlannedFile:
     return PlannedFile(meta.key, meta.size_bytes, buffers)
 
 
-def _read(store: ObjectStore, key: str, span: tuple[int, int]) -> ByteArray:
-    return np.frombuffer(read_range(store, key, *span), np.uint8)
+def pieces_of(store: ObjectStore, key: str, size_bytes: int) -> Generator[ByteArray, None, None]:
+    """Read an object front to back, several pieces at a time."""
+
+    def read(start: int) -> ByteArray:
+        end = min(size_bytes, start + _PIECE_BYTES)
+        return np.frombuffer(read_range(store, key, start, end), np.uint8)
+
+    return ahead(range(0, size_bytes, _PIECE_BYTES), read, _CONCURRENT_READS)
 
 
 def trainer_files(checkpoint: Checkpoint) -> list[PlannedFile]:

@@ -38,7 +38,6 @@ from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.checkpoint.clock import Clock
 from dcp_objstore.checkpoint.names import data_key, new_nonce, parse_data_key
 from dcp_objstore.config import TransferConfig, at_most
-from dcp_objstore.convert.names import options_of_other
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import (
@@ -58,6 +57,7 @@ from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_stored_ch
 from dcp_objstore.state.stored import StoredObject
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.protocol import CopySource, Version
+from dcp_objstore.stores.spec import options_of_other
 from dcp_objstore.transfer.copies import copy_objects
 from dcp_objstore.transfer.digests import BlockDigest, block_digest
 from dcp_objstore.transfer.download import fetch_ranges

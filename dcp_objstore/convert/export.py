@@ -24,6 +24,7 @@ from dcp_objstore.convert.files import (
     ONE_FILE,
     STEM,
     PlannedFile,
+    folder_and_name,
     has_weights,
     replaced_by,
     safetensors_file,
@@ -39,7 +40,6 @@ from dcp_objstore.convert.frameworks import (
     adapter_folder,
     nest_for_lightning,
 )
-from dcp_objstore.convert.names import folder_and_name, options_of_other
 from dcp_objstore.convert.sources import CheckpointSource, TensorInfo
 from dcp_objstore.distributed.arrivals import watching
 from dcp_objstore.distributed.failures import (
@@ -75,6 +75,7 @@ from dcp_objstore.state.memory import byte_memory
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.local import LocalStore
 from dcp_objstore.stores.protocol import ObjectMeta, Version
+from dcp_objstore.stores.spec import options_of_other
 from dcp_objstore.stores.wrappers import PinnedStore
 from dcp_objstore.transfer.memory import ByteArray
 from dcp_objstore.transfer.parts import plan_parts
@@ -172,7 +173,9 @@ def export_checkpoint(
             be a folder: of both, files of weights, hidden files and further folders are left out. A
             folder of safetensors also gets the small files that a Trainer of `with_object_store`
             has saved in the checkpoint, except where one of the same name is copied. A URL is
-            opened with the options of `url` or of `out`, if it has the scheme of one of them.
+            opened with the options of `url` or of `out`, if it has the scheme of one of them. If
+            an export that overwrites fails, files that it has replaced are put back; one of more
+            than 256 MiB is not, because this process keeps them in memory.
         overwrite: replace files that exist. A folder of safetensors also loses the weights of an
             earlier export (model.safetensors, its shards and their index) once the new ones are
             there, because some servers read every shard that is there. Until then, the new shards

@@ -9,13 +9,15 @@ import io
 import json
 import math
 import mmap
+import os
 import pickle
 import re
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -66,20 +68,28 @@ class PlannedFile:
         return cls(name, len(body), lambda _: iter([np.frombuffer(body, np.uint8)]))
 
 
+def folder_and_name(
+    path: str | os.PathLike[str], suffixes: tuple[str, ...]
+) -> tuple[str, str | None]:
+    """Return the URL of a folder and the name of a file in it; None if the path is the folder.
+
+    Args:
+        path: a local path or a URL.
+        suffixes: how the name of a file ends.
+    """
+    url = os.fspath(path)
+    if "://" not in url:
+        local = Path(url).absolute()
+        url = f"file://{local.resolve() if '..' in local.parts else local}"
+    if not url.endswith(suffixes):
+        return url, None
+    folder, _, name = url.rpartition("/")
+    return folder, name
+
+
 def tensor_bytes(info: TensorInfo) -> int:
     """Return the size of a tensor."""
     return math.prod(info.shape) * info.dtype.itemsize
-
-
-def torch_file(
-    name: str,
-    tensors: Mapping[str, TensorInfo],
-    nest: Callable[[Mapping[str, Any]], dict[str, Any]],
-) -> PlannedFile:
-    """Return a file of `torch.save`; `nest` returns the object to save, given the tensors."""
-    planned = plan_file(tensors, nest)
-    size_bytes = sum(map(tensor_bytes, tensors.values()))
-    return PlannedFile(name, size_bytes, planned.buffers, planned.keys)
 
 
 def safetensors_file(
@@ -188,38 +198,15 @@ def share_out(files: Sequence[PlannedFile], ranks: int) -> list[list[PlannedFile
 _SMALL_BYTES = 64 * MIB
 
 
-class TorchFile(NamedTuple):
-    """A file to be written: what lies between the storages, and what each of them holds.
-
-    Attributes:
-        framing: one piece more than there are storages.
-        storages: the key of a tensor, or memory.
-    """
-
-    framing: list[bytes]
-    storages: list[str | ByteArray]
-
-    @property
-    def keys(self) -> list[str]:
-        """Keys of the tensors, in the order of the file."""
-        return [storage for storage in self.storages if isinstance(storage, str)]
-
-    def buffers(self, tensor: Callable[[str], Iterator[ByteArray]]) -> Iterator[ByteArray]:
-        """Yield the file's bytes; `tensor` gives the memory of the tensor with a key."""
-        for before, storage in zip(self.framing, [*self.storages, None], strict=True):
-            yield np.frombuffer(before, np.uint8)
-            if isinstance(storage, str):
-                yield from tensor(storage)
-            elif storage is not None:
-                yield storage
-
-
-def plan_file(
-    tensors: Mapping[str, TensorInfo], nest: Callable[[Mapping[str, Any]], Any]
-) -> TorchFile:
-    """Plan the file that `torch.save(nest(tensors))` would make.
+def torch_file(
+    name: str,
+    tensors: Mapping[str, TensorInfo],
+    nest: Callable[[Mapping[str, Any]], dict[str, Any]],
+) -> PlannedFile:
+    """Return the file that `torch.save(nest(tensors))` would make.
 
     Args:
+        name: its name.
         tensors: the tensors by key. Addresses are reserved for them for the moment, but no memory.
         nest: returns the object to save, with the tensors at their places and any other values.
 
@@ -232,8 +219,9 @@ def plan_file(
     finder = _StorageFinder()
     try:
         finder.dump(value)
+        # What each storage holds: the key of a tensor, or memory; and the bytes around them.
         storages = [keys.get(at) or _memory(storage) for at, storage in finder.storages.items()]
-        return TorchFile(framing(value), storages)
+        frames = framing(value)
     except RecursionError:
         text = (
             "a value, or the nested dict, is nested too deep for a torch.save file; choose others"
@@ -241,10 +229,22 @@ def plan_file(
         )
         raise UnsupportedError(text) from None
 
+    def buffers(tensor: TensorBytes) -> Iterator[ByteArray]:
+        for before, storage in zip(frames, [*storages, None], strict=True):
+            yield np.frombuffer(before, np.uint8)
+            if isinstance(storage, str):
+                yield from tensor(storage)
+            elif storage is not None:
+                yield storage
+
+    size_bytes = sum(map(tensor_bytes, tensors.values()))
+    in_order = [storage for storage in storages if isinstance(storage, str)]
+    return PlannedFile(name, size_bytes, buffers, in_order)
+
 
 def _without_memory(key: str, info: TensorInfo) -> torch.Tensor:
     """Return a tensor that may be larger than the memory of the host. It cannot be written to."""
-    size_bytes = math.prod(info.shape) * info.dtype.itemsize
+    size_bytes = tensor_bytes(info)
     if size_bytes <= _SMALL_BYTES:  # a mapping each would soon reach the limit of a process
         return torch.empty(info.shape, dtype=info.dtype, device="cpu")
     # The kernel does not count what is private and read-only.

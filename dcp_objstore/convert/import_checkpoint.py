@@ -27,9 +27,10 @@ from dcp_objstore.compat.archive import ZIP_START, Archive, ArchiveError, unpack
 from dcp_objstore.compat.inert_pickle import HostilePickleError
 from dcp_objstore.compat.values import unpickled
 from dcp_objstore.compat.vet import vet
-from dcp_objstore.config import MIB, TransferConfig
+from dcp_objstore.config import TransferConfig
 from dcp_objstore.contexts import contextmanager
-from dcp_objstore.convert.names import folder_and_name, options_of_other
+from dcp_objstore.convert.copied_files import pieces_of
+from dcp_objstore.convert.files import folder_and_name
 from dcp_objstore.convert.sources import CheckpointSource, Source, TensorInfo, TorchSource
 from dcp_objstore.distributed.plugin import reporting_failures
 from dcp_objstore.errors import (
@@ -42,22 +43,19 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.inspect.checkpoint import open as open_checkpoint
 from dcp_objstore.inspect.selection import Patterns, matching
-from dcp_objstore.inspect.slabs import Slab, ahead, cut, stop
+from dcp_objstore.inspect.slabs import Slab, cut, stop
 from dcp_objstore.observe.events import OnEvent
 from dcp_objstore.observe.report import SaveReport
 from dcp_objstore.read.geometry import Box
 from dcp_objstore.read.items import Rename, renamed
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.errors import of_os
-from dcp_objstore.stores.ranges import read_range
+from dcp_objstore.stores.spec import options_of_other
 from dcp_objstore.stores.wrappers import PinnedStore
 from dcp_objstore.write.api import run_save
 from dcp_objstore.write.planner import AgreeingSavePlanner
 from dcp_objstore.write.upload_items import upload_order
 from dcp_objstore.write.writer import ObjectStoreWriter
-
-_DOWNLOAD_BYTES = 16 * MIB
-_CONCURRENT_DOWNLOADS = 8
 
 
 def import_checkpoint(
@@ -284,12 +282,7 @@ def _downloaded(store: ObjectStore, name: str) -> Iterator[Path]:
     """Return the path of an object, downloaded to a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
-        size_bytes = store.head(name).size_bytes
-        pieces = ahead(
-            range(0, size_bytes, _DOWNLOAD_BYTES),
-            lambda start: read_range(store, name, start, min(size_bytes, start + _DOWNLOAD_BYTES)),
-            _CONCURRENT_DOWNLOADS,
-        )
+        pieces = pieces_of(store, name, store.head(name).size_bytes)
         try:
             with closing(pieces), path.open("wb") as file:
                 for piece in pieces:

@@ -33,7 +33,7 @@ from typing_extensions import Buffer
 
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import CheckpointCorruptError, DcpObjstoreError
-from dcp_objstore.inspect.slabs import Slab
+from dcp_objstore.inspect.slabs import Slab, in_windows
 from dcp_objstore.read.geometry import Box, Copy, narrow
 from dcp_objstore.read.items import ItemLocation
 from dcp_objstore.read.session import explained
@@ -108,7 +108,8 @@ def weighted_sums(
         CheckpointGoneError: an input was deleted or replaced during the call.
         DcpObjstoreError: any error of the store.
     """
-    windows = list(_windows(_Sum(slab, len(inputs)) for slab in slabs))
+    sums = (_Sum(slab, len(inputs)) for slab in slabs)
+    windows = list(in_windows(sums, SUM_BYTES, lambda part: part.slab.sum_bytes))
     progress = Progress(config.stall_timeout_seconds)
     slots = _Slots(config)
 
@@ -128,19 +129,6 @@ def weighted_sums(
                 yield part.take(look)
     finally:
         progress.stop(GeneratorExit())
-
-
-def _windows(sums: Iterable[_Sum]) -> Iterator[list[_Sum]]:
-    window: list[_Sum] = []
-    size_bytes = 0
-    for part in sums:
-        size_bytes += part.slab.sum_bytes
-        if window and size_bytes > SUM_BYTES:
-            yield window
-            window, size_bytes = [], part.slab.sum_bytes
-        window.append(part)
-    if window:
-        yield window
 
 
 class _Sum:

@@ -7,44 +7,37 @@ import json
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from dcp_objstore import errors
 from dcp_objstore.doctor.checks import Verdict, failed, not_made, ok, warning
 from dcp_objstore.doctor.scratch import Scratch
 from dcp_objstore.observe.report import counted, size_text
 from dcp_objstore.stores.diagnosis import ask_region, identify, named_server
-from dcp_objstore.stores.protocol import ObjectStore
-from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.stores.spec import StoreSpec
 from dcp_objstore.stores.urls import StoreUrl
 
-_PACKAGES = ("dcp-objstore", "torch", "obstore", "boto3")
-_FILESYSTEMS = {"s3": ("fsspec", "s3fs"), "gs": ("fsspec", "gcsfs")}
+_PACKAGES = ("dcp-objstore", "torch", "obstore", "boto3", "fsspec", "s3fs", "gcsfs")
 LOCAL = ("file", "memory")
 _CLOUDS = ("s3", "gs", "gcs", "az", "azure", "abfs", "abfss")
-_SERVERS = ("s3", "gs", "az")
 _PROVIDERS = {"s3": "AWS", "gs": "Google"}
 _ABSENT = ".doctor-asks-for-nothing"
 # The time-out of the first answer: a server that accepts connections and stays silent has failed.
 _PATIENCE_SECONDS = 10.0
 
 
-def versions(spec: StoreSpec) -> Verdict:
-    """Return the versions of this library and its main dependencies, without importing them."""
-    installed: dict[str, object] = {"python": platform.python_version()}
-    carriers = _FILESYSTEMS.get(spec.parsed.scheme, ("fsspec",)) if _over_fsspec(spec) else ()
-    for name in (*_PACKAGES, *carriers):
-        try:
+def versions() -> Verdict:
+    """Return the versions of this library and of what carries its requests; import nothing."""
+    installed = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
             installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            installed[name] = None
-    shown = [f"{name} {version or 'is not installed'}" for name, version in installed.items()]
-    return ok(", ".join(shown), **installed)
+    return ok(", ".join(map(" ".join, installed.items())), **installed)
 
 
 def working_directory() -> Verdict:
@@ -60,24 +53,6 @@ def working_directory() -> Verdict:
     )
 
 
-def _over_fsspec(spec: StoreSpec) -> bool:
-    """Whether fsspec carries the requests."""
-    own = spec.parsed.scheme in (*LOCAL, *_SERVERS) and "fs" not in spec.storage_options
-    return spec.config.transport == "fsspec" or not own
-
-
-class _Answer(NamedTuple):
-    """The first answer of the store.
-
-    Attributes:
-        error: what is wrong, if anything.
-        has_code: whether the answer is like that of a store.
-    """
-
-    error: errors.DcpObjstoreError | None
-    has_code: bool = True
-
-
 class Access:
     """The checks of the server, the credentials and the bucket.
 
@@ -89,50 +64,22 @@ class Access:
         self._url = spec.parsed
 
     @cached_property
-    def _answer(self) -> _Answer:
-        """Ask for an object that is not there, or say why that cannot be done."""
+    def _error(self) -> errors.DcpObjstoreError | None:
+        """What a listing of nothing shows to be wrong; None if it is allowed, or denied."""
         patience = min(_PATIENCE_SECONDS, self._spec.config.request_timeout_seconds)
         hasty = replace(self._spec.config, request_timeout_seconds=patience, max_retries=0)
         try:
-            store = replace(self._spec, config=hasty).open()
-            if self._url.scheme not in _SERVERS:
-                store.head(_ABSENT)
-            else:
-                read_range(store, _ABSENT, 0, 1)  # the answer to a HEAD has no body to hold a code
-        except (errors.ObjectNotFoundError, errors.PermissionDeniedError) as error:
-            # Without the right to list, a store answers "denied" for absent objects as well. The
-            # next checks report that.
-            return _Answer(self._missing_bucket(store), self._has_code(error))
-        except errors.BucketNotFoundError as error:
-            return _Answer(error, self._has_code(error))
-        except errors.CorruptDataError:
-            pass  # the answer is not the requested byte
+            next(iter(replace(self._spec, config=hasty).open().list(f"{_ABSENT}/")), None)
+        except errors.PermissionDeniedError:
+            return None  # the check of listings reports it
         except errors.DcpObjstoreError as error:
-            return _Answer(error)
-        text = "it sends data for an object that does not exist, so it is a web server or a proxy"
-        return _Answer(errors.ConfigError(f"{text}, not a store"))
-
-    def _missing_bucket(self, store: ObjectStore) -> errors.BucketNotFoundError | None:
-        """Return the error of a bucket that is missing. Over gcsfs, only a listing shows that."""
-        if self._url.scheme == "gs" and _over_fsspec(self._spec):
-            try:
-                list(store.list(f"{_ABSENT}/"))
-            except errors.BucketNotFoundError as error:
-                return error
-            except (errors.RetryableError, errors.PermissionDeniedError):  # the next checks tell
-                pass
+            return error
         return None
-
-    def _has_code(self, error: errors.DcpObjstoreError) -> bool:
-        """Whether an error has a store's error code; True if the transport does not show codes."""
-        scheme = self._url.scheme
-        shows_none = scheme not in _SERVERS or (scheme != "s3" and _over_fsspec(self._spec))
-        return shows_none or error.code is not None
 
     @cached_property
     def _bucket_region(self) -> str | None:
         """The bucket's region, if AWS names another than the one that was asked."""
-        if not isinstance(self._answer.error, errors.ConfigError):
+        if not isinstance(self._error, errors.ConfigError):
             return None
         try:
             return ask_region(self._spec)
@@ -141,7 +88,7 @@ class Access:
 
     def endpoint(self) -> Verdict:
         """Look whether the server answers as a store does."""
-        error = self._answer.error
+        error = self._error
         others = isinstance(error, errors.CredentialsError | errors.BucketNotFoundError)
         if error is not None and not others and self._bucket_region is None:
             raise error
@@ -151,13 +98,6 @@ class Access:
             return not_made("without credentials, no request is sent")
         shown = server or _PROVIDERS.get(self._url.scheme, "the provider")
         where = f"{shown}, region {region}" if region else shown
-        if not self._answer.has_code:
-            return warning(
-                f"{where}: its answer for an absent object does not have the error code of a store",
-                "check that this is the store that you mean, not a web server or proxy",
-                endpoint_url=server,
-                region=region,
-            )
         return ok(where, endpoint_url=server, region=region)
 
     def credentials(self) -> Verdict:
@@ -166,8 +106,8 @@ class Access:
             identity = identify(self._spec)
         except errors.ConfigError:
             identity = None  # the first request failed alike
-        if isinstance(self._answer.error, errors.CredentialsError):
-            raise self._answer.error
+        if isinstance(self._error, errors.CredentialsError):
+            raise self._error
         if identity is None:
             return ok("in use; this store does not show whose they are")
         source, key, account = identity
@@ -185,10 +125,8 @@ class Access:
                 f"set AWS_REGION={region}, or storage_options={{'region': '{region}'}}",
                 region=region,
             )
-        if self._answer.error is not None:
-            raise self._answer.error
-        if not self._answer.has_code:
-            return not_made("the answer does not show whether the bucket exists")
+        if self._error is not None:
+            raise self._error
         return ok(f"the bucket {self._url.bucket} exists")
 
 

@@ -67,16 +67,15 @@ def table(spec: StoreSpec, objects: ObjectChecks) -> Sequence[Check]:
     rules = Rights("s3:GetLifecycleConfiguration")
     unended = Rights("s3:ListBucketMultipartUploads and s3:ListMultipartUploadParts")
     return (
-        Check("versions", "alone", lambda: versions(spec)),
+        Check("versions", "alone", versions),
         Check("working directory", "alone", working_directory),
         Check("endpoint", "access", access.endpoint),
         Check("credentials", "access", access.credentials),
         Check("bucket", "access", access.bucket),
         Check("put", "request", objects.put, put),
         Check("list", "request", objects.listing, TO_LIST),
-        Check("read", "request", objects.read, read),
+        Check("read", "written", objects.read, read),
         Check("multipart", "request", objects.multipart, parts),
-        Check("checksums", "request", objects.checksums, read),
         Check("abort", "written", objects.abort, abort),
         Check("conditional put", "written", objects.conditional_put, race),
         Check("delete", "written", objects.delete, delete),

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -29,15 +30,7 @@ from dcp_objstore.errors import (
     StateMismatchError,
     printable,
 )
-from dcp_objstore.inspect.selection import (
-    Module,
-    Patterns,
-    box_of,
-    matching,
-    module_tree,
-    nested,
-    whole,
-)
+from dcp_objstore.inspect.selection import Patterns, box_of, matching, nested, whole
 from dcp_objstore.inspect.slabs import Slab, cut
 from dcp_objstore.inspect.verify import verify_at, without_digests
 from dcp_objstore.observe.dispatch import EventSettings
@@ -59,6 +52,8 @@ if TYPE_CHECKING:
 _BELIEVED_BYTES = 64 << 30
 # The most bytes of a tensor that a stored byte may stand for.
 _MOST_PACKED = 1000
+# A name may be all dots, and each level of the tree of modules has the whole name before it.
+_MAX_DEPTH = 64
 
 _Chunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
@@ -179,6 +174,43 @@ class ValueEntry:
             DcpObjstoreError: any error that `Checkpoint.read` raises.
         """
         return self.checkpoint._read({}, [self.key], progress=False)[self.key]
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module of a checkpoint: everything whose keys begin with its name and a dot.
+
+    Attributes:
+        name: its name, such as "model.layers.0"; empty for the root.
+        entries: the tensors and values directly in it, by the last part of their keys.
+        modules: the modules directly in it, by the last part of their names.
+    """
+
+    name: str
+    entries: dict[str, TensorEntry | ValueEntry] = field(default_factory=dict)
+    modules: dict[str, Module] = field(default_factory=dict)
+
+    def walk(self) -> Iterator[TensorEntry | ValueEntry]:
+        """Iterate over all tensors and values in it, at any depth."""
+        yield from self.entries.values()
+        for module in self.modules.values():
+            yield from module.walk()
+
+    @property
+    def total_bytes(self) -> int:
+        """Number of bytes of all tensors and values in it, without framing."""
+        return sum(entry.nbytes for entry in self.walk())
+
+    def bytes_by_dtype(self) -> dict[str, int]:
+        """Return the bytes of all tensors in it by dtype, the largest first; "value" for values.
+
+        The dtype is named as in torch, such as "bfloat16", or "unknown".
+        """
+        sums: Counter[str] = Counter()
+        for entry in self.walk():
+            name = entry.dtype_name if isinstance(entry, TensorEntry) else "value"
+            sums[name] += entry.nbytes
+        return dict(sums.most_common())
 
 
 class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
@@ -304,8 +336,10 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         except (ConfigError, StateMismatchError) as error:
             raise error.at(url=self.url) from None
 
-    def modules(self, patterns: Patterns = None) -> Module[TensorEntry | ValueEntry]:
+    def modules(self, patterns: Patterns = None) -> Module:
         """Arrange the tensors and values in a tree, by the dots in their keys. Reads nothing.
+
+        The tree is at most 64 deep: further parts of a name stay together.
 
         Args:
             patterns: one or several shell patterns such as `"model.*"`, or exact keys. Default: all
@@ -317,7 +351,15 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         Raises:
             StateMismatchError: a pattern matches nothing.
         """
-        return module_tree({key: self[key] for key in self.matching(patterns)})
+        root = Module("")
+        for key in self.matching(patterns):
+            *parts, last = key.split(".", _MAX_DEPTH)
+            module = root
+            for part in parts:
+                name = f"{module.name}.{part}" if module.name else part
+                module = module.modules.setdefault(part, Module(name))
+            module.entries[last] = self[key]
+        return root
 
     def read(
         self,

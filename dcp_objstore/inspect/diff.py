@@ -16,6 +16,7 @@ from dcp_objstore.inspect.checkpoint import Checkpoint, TensorEntry, open as ope
 from dcp_objstore.inspect.selection import Patterns, matching
 from dcp_objstore.inspect.slabs import Slab, read_ahead
 from dcp_objstore.observe.bar import Bar
+from dcp_objstore.stores.spec import options_of_other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +136,7 @@ def diff(
             cannot be compared.
         DcpObjstoreError: any other error of `dcp_objstore.open` or `Checkpoint.read`.
     """
-    if other_storage_options is None:
-        same_scheme = str(url).partition("://")[0] == str(other_url).partition("://")[0]
-        other_storage_options = storage_options if same_scheme else None
+    other_options = options_of_other(other_storage_options, url, storage_options, other_url)
     first, other = (
         open_checkpoint(
             where,
@@ -146,7 +145,7 @@ def diff(
             verify=verify,
             trust_pickle=trust_pickle,
         )
-        for where, options in ((url, storage_options), (other_url, other_storage_options))
+        for where, options in ((url, storage_options), (other_url, other_options))
     )
     comparison = _Comparison(first, other)
     added, removed = [], []

@@ -98,8 +98,11 @@ def read_ahead(
             tensor; it returns new memory for each.
         look: as for `ahead`.
     """
-    with closing(ahead(_windows(slabs), read, _WINDOWS_AHEAD, look)) as windows:
-        for tensors in windows:
+    windows = in_windows(
+        slabs, WINDOW_BYTES, lambda slab: slab.size_bytes, lambda a, b: a.key == b.key
+    )
+    with closing(ahead(windows, read, _WINDOWS_AHEAD, look)) as arriving:
+        for tensors in arriving:
             tensors.reverse()
             while tensors:
                 yield tensors.pop()
@@ -136,14 +139,27 @@ def ahead(
             del done  # its memory must not outlive its use while this waits for the next
 
 
-def _windows(slabs: Iterable[Slab]) -> Iterator[list[Slab]]:
-    window: list[Slab] = []
+def in_windows(
+    items: Iterable[T],
+    most_bytes: int,
+    size_of: Callable[[T], int],
+    are_apart: Callable[[T, T], bool] = lambda _, __: False,
+) -> Iterator[list[T]]:
+    """Yield items in lists of at most so many bytes, or of one item.
+
+    Args:
+        items: the items, in their order.
+        most_bytes: the size of the largest list.
+        size_of: returns the size of an item.
+        are_apart: returns whether an item cannot follow another one in a list.
+    """
+    window: list[T] = []
     size_bytes = 0
-    for slab in slabs:
-        size_bytes += slab.size_bytes
-        if window and (size_bytes > WINDOW_BYTES or window[-1].key == slab.key):
+    for item in items:
+        size_bytes += size_of(item)
+        if window and (size_bytes > most_bytes or are_apart(window[-1], item)):
             yield window
-            window, size_bytes = [], slab.size_bytes
-        window.append(slab)
+            window, size_bytes = [], size_of(item)
+        window.append(item)
     if window:
         yield window

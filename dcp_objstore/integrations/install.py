@@ -110,6 +110,17 @@ def installed_spec(path: object) -> StoreSpec | None:
     return StoreSpec(url, settings.storage_options, settings.config)
 
 
+def for_urls(ours: Callable[..., Any], original: Callable[..., Any], at: int = 0) -> Any:
+    """Call one of our functions, with the store first, if the argument `at` is an installed URL."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        spec = installed_spec(args[at]) if len(args) > at else None
+        return original(*args, **kwargs) if spec is None else ours(spec, *args, **kwargs)
+
+    return call
+
+
 class InstalledWriter(ObjectStoreWriter):
     """The writer that replaces a `FileSystemWriter` or `FsspecWriter` for an installed URL."""
 

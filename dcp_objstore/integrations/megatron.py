@@ -47,6 +47,7 @@ from dcp_objstore.distributed.groups import sync_group, world_group
 from dcp_objstore.errors import ObjectNotFoundError, UnsupportedError
 from dcp_objstore.integrations.install import (
     Installation,
+    for_urls,
     install as install_for_torch,
     installed_spec,
 )
@@ -188,20 +189,20 @@ def _hook() -> None:
     libraries = [strategies.get_async_strategy("mcore")[1]]
     with contextlib.suppress(ModuleNotFoundError):
         libraries.append(strategies.get_async_strategy("nvrx")[1])
-    save.save = _for_urls(_save, save.save, 2)
-    save.async_save = _for_urls(_async_save, save.async_save, 2)
+    save.save = for_urls(_save, save.save, 2)
+    save.async_save = for_urls(_async_save, save.async_save, 2)
     load.load = _with_resume(load.load)
     for library in libraries:
         queue, writer = library["AsyncCallsQueue"], library["FileSystemWriterAsync"]
         queue.schedule_async_request = _with_threads(queue.schedule_async_request)
-        writer.__init__ = _for_urls(_refuse, writer.__init__, 1)
+        writer.__init__ = for_urls(_refuse, writer.__init__, 1)
     # One without our functions, which answers for other paths.
     theirs = type(maybe_msc)()
     for name, ours in _LOOKS.items():
         owner, path = maybe_msc, name.split(".")
         for number, part in enumerate(path[:-1], 1):
             owner = vars(owner).setdefault(part, _Theirs(theirs, ".".join(path[:number])))
-        setattr(owner, path[-1], _for_urls(ours, _Theirs(theirs, name)))
+        setattr(owner, path[-1], for_urls(ours, _Theirs(theirs, name)))
 
 
 class _Theirs:
@@ -215,17 +216,6 @@ class _Theirs:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._find()(*args, **kwargs)
-
-
-def _for_urls(ours: Callable[..., Any], original: Callable[..., Any], at: int = 0) -> Any:
-    """Call one of our functions, with the store first, if the argument `at` is an installed URL."""
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        spec = installed_spec(args[at]) if len(args) > at else None
-        return original(*args, **kwargs) if spec is None else ours(spec, *args, **kwargs)
-
-    return call
 
 
 def _refuse(spec: StoreSpec, *_: Any, **__: Any) -> None:

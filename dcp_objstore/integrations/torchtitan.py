@@ -29,6 +29,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.integrations.install import (
     Installation,
+    for_urls,
     install as install_for_torch,
     installed_spec,
 )
@@ -97,7 +98,7 @@ def install(*, grace_seconds: float = 0.0, **options: Any) -> Installation:
 
 
 def _hook() -> None:
-    ours: dict[str, Callable[[StoreSpec], Any]] = {
+    ours: dict[str, Callable[..., Any]] = {
         "exists": _exists,
         "isdir": _isdir,
         "isfile": _isfile,
@@ -110,17 +111,8 @@ def _hook() -> None:
             f" one of {', '.join(ours)}. Use torchtitan 0.3"
         )
     for name, function in ours.items():
-        setattr(filesystem, name, _for_urls(function, getattr(filesystem, name)))
+        setattr(filesystem, name, for_urls(function, getattr(filesystem, name)))
     BaseCheckpointManager.load = _with_agreed_steps(BaseCheckpointManager.load)
-
-
-def _for_urls(function: Callable[[StoreSpec], Any], original: Callable[[Any], Any]) -> Any:
-    @functools.wraps(original)
-    def for_urls(path: Any) -> Any:
-        spec = installed_spec(path)
-        return original(path) if spec is None else function(spec)
-
-    return for_urls
 
 
 def _with_agreed_steps(original: Callable[[Any, int], bool]) -> Callable[[Any, int], bool]:
@@ -177,18 +169,18 @@ def _agreed(spec: StoreSpec) -> bool | None:
     return url in {step_url(run_url, step) for step in steps}
 
 
-def _exists(spec: StoreSpec) -> bool:
+def _exists(spec: StoreSpec, _path: Any = None) -> bool:
     return _isdir(spec) or _isfile(spec)
 
 
-def _isdir(spec: StoreSpec) -> bool:
+def _isdir(spec: StoreSpec, _path: Any = None) -> bool:
     agreed = _agreed(spec)
     if agreed is not None:
         return agreed
     return any(True for _ in spec.open().list())
 
 
-def _isfile(spec: StoreSpec) -> bool:
+def _isfile(spec: StoreSpec, _path: Any = None) -> bool:
     agreed = _agreed(spec)
     folder, name = spec.parent()
     if agreed is not None or folder is None:
@@ -200,7 +192,7 @@ def _isfile(spec: StoreSpec) -> bool:
     return True
 
 
-def _listdir(spec: StoreSpec) -> list[str]:
+def _listdir(spec: StoreSpec, _path: Any = None) -> list[str]:
     agreed = _Installed.agreed
     if agreed is not None and agreed.run_url == spec.url:
         steps = agreed.steps
@@ -209,7 +201,7 @@ def _listdir(spec: StoreSpec) -> list[str]:
     return [f"step-{step}" for step in steps]
 
 
-def _rmtree(spec: StoreSpec) -> None:
+def _rmtree(spec: StoreSpec, _path: Any = None) -> None:
     run, name = spec.parent()
     if run is None:
         raise InputError("a whole bucket is not deleted", url=spec.url)

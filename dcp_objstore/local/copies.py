@@ -24,7 +24,6 @@ from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import CorruptDataError
 from dcp_objstore.forking import PerProcess, close_here, open_here
 from dcp_objstore.local import folder as at
-from dcp_objstore.local.room import room_bytes
 from dcp_objstore.observe.events import LocalUnused
 from dcp_objstore.observe.report import logger, size_text
 from dcp_objstore.stores.local import LOCK_POLICY, FileSource, lock, locked, temporary_name
@@ -184,7 +183,7 @@ class SaveCopies(_Copies):
         while True:
             with locked(self._home, LOCK_POLICY):
                 present = os.fstat(file).st_size
-                room = max(0, room_bytes(self._home, self._local.max_bytes))
+                room = max(0, at.room_bytes(self._home, self._local.max_bytes))
                 if size_bytes - present <= room:
                     return os.ftruncate(file, max(size_bytes, present))
             if self._spares:

@@ -14,7 +14,7 @@ from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median, median_low
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from dcp_objstore.doctor.scratch import Scratch, Stop, StoppedError
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe.bar import StatusLine
 from dcp_objstore.observe.events import AnyEvent, PartUploaded, RangeRead
-from dcp_objstore.observe.report import GIB, counted, logger
+from dcp_objstore.observe.report import GIB, logger
 from dcp_objstore.read.api import load
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
 from dcp_objstore.stores.spec import StoreSpec
@@ -243,13 +243,6 @@ class _Round:
         return self.size_bytes / GIB / self.seconds
 
 
-class _Saved(NamedTuple):
-    """A checkpoint's name, and how its save went."""
-
-    name: str
-    measured: _Round
-
-
 class _Bench:
     """One run, step by step."""
 
@@ -266,7 +259,6 @@ class _Bench:
 
     def run(self, url: str, size_bytes: int | None) -> BenchReport:
         """Measure everything. The caller removes what is left."""
-        busy = list(_busy())
         put_ms, get_ms = self._small_requests()
         self._fill(min(size_bytes or _LEAST_AUTO_BYTES, _LEAST_AUTO_BYTES))
         kept, *_ = self._first()  # which imports, connects and so on
@@ -277,7 +269,7 @@ class _Bench:
             self._fill(next_bytes)
             kept, saved, loaded = self._first()
         saves, plain_puts, loads, plain_gets = self._take_turns(
-            lambda: self._save().measured,
+            lambda: self._save()[1],
             lambda: self._plain_puts(saved),
             lambda: self._load(kept),
             lambda: self._plain_gets(kept, loaded),
@@ -295,7 +287,7 @@ class _Bench:
             plain_gets=_throughput(plain_gets),
             sent_bytes=self._sent_bytes,
             received_bytes=self._received_bytes,
-            warnings=(*busy, *_doubts(bool(busy), saves=saves, loads=loads)),
+            warnings=tuple(_doubts(saves=saves, loads=loads)),
         )
 
     @property
@@ -367,8 +359,8 @@ class _Bench:
                 break  # one more round would take too long
         return measured
 
-    def _save(self, *, keep: bool = False) -> _Saved:
-        """Save once."""
+    def _save(self, *, keep: bool = False) -> tuple[str, _Round]:
+        """Save once; return the checkpoint's name, and how it went."""
         self._step("saving")
         self._saves += 1
         name = f"save-{self._saves}"
@@ -377,7 +369,7 @@ class _Bench:
         self._sent_bytes += measured.size_bytes
         if not keep:
             self._remove(name)
-        return _Saved(name, measured)
+        return name, measured
 
     def _load(self, name: str) -> _Round:
         """Load once. The tensors have the same bytes before and after."""
@@ -473,7 +465,7 @@ def _throughput(rounds: Sequence[_Round]) -> Throughput:
     )
 
 
-def _doubts(is_busy: bool, **rounds: Sequence[_Round]) -> Iterator[str]:
+def _doubts(**rounds: Sequence[_Round]) -> Iterator[str]:
     """Say why not to trust the rounds, each reason once."""
     few = [what for what, of_kind in rounds.items() if len(of_kind) < _ENOUGH_ROUNDS]
     if few:
@@ -485,20 +477,10 @@ def _doubts(is_busy: bool, **rounds: Sequence[_Round]) -> Iterator[str]:
         max(one.seconds for one in of_kind) / min(one.seconds for one in of_kind)
         for of_kind in rounds.values()
     )
-    if factor > _NOISY and not is_busy:  # one warning for one cause
+    if factor > _NOISY:
         yield (
             f"equal rounds differ by a factor of {factor:.1f}; something else uses this machine,"
             " the network or the store"
-        )
-
-
-def _busy() -> Iterator[str]:
-    """Say if other programs use the processors."""
-    load_average, *_ = os.getloadavg()
-    if load_average > processors():
-        yield (
-            f"the machine was busy when this began: load {load_average:.1f} on"
-            f" {counted(processors(), 'processor')}"
         )
 
 
@@ -527,7 +509,7 @@ class _PlainRequest:
 def _plan_puts(memory: ByteArray, size_bytes: int) -> Sequence[_PlainRequest]:
     """Cut memory into objects.
 
-    They are named as data objects are, so `gc` knows as garbage what a crash may leave.
+    They are named as data objects are, so a sweep knows as garbage what a crash may leave.
     """
     nonce = new_nonce()
     return [
@@ -586,11 +568,6 @@ def _send_all(
         connections: the largest number in flight.
         stop: what ends the loop between two requests.
     """
-    if connections == 1:
-        for request in requests:
-            stop.check()
-            do(store, request)
-        return
     failed = threading.Event()
 
     def send(request: _PlainRequest) -> None:

@@ -7,14 +7,12 @@ import logging
 import shutil
 import sys
 import threading
-import time
 from typing import Any
 
 from dcp_objstore.errors import printable
 from dcp_objstore.observe.events import (
     AnyEvent,
     Loaded,
-    NoAnswer,
     PartCopied,
     PartUploaded,
     Planned,
@@ -69,8 +67,6 @@ class Bar:
                 self.begin(event.size_bytes)
             case PartUploaded() | PartCopied() | RangeRead():
                 self.advance(event.size_bytes)
-            case NoAnswer():
-                self.wait(event.end_ns / 1e9 + event.wait_seconds)
             case Saved():
                 self._outcome = f"saved {_amount(event)}, committed"
             case Loaded():
@@ -90,18 +86,7 @@ class Bar:
     def advance(self, size_bytes: int) -> None:
         """Advance the bar, if it was begun."""
         if self._bar is not None:
-            self._bar.bar_format = None
             self._bar.update(size_bytes)
-
-    def wait(self, until: float) -> None:
-        """Say in place of rate and remaining time that the store does not answer."""
-        if self._bar is not None:
-            latest = time.strftime("%H:%M:%S", time.localtime(until))
-            self._bar.bar_format = (
-                "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, no answer from the store, waiting"
-                f" until {latest} at most]"
-            )
-            self._bar.refresh()
 
     def flush(self) -> None:
         """Replace the bar by a line that says how it ended, unless the log says that."""

@@ -312,6 +312,24 @@ def open_store(
     return StoreSpec(url, storage_options, config).open()
 
 
+def options_of_other(
+    other_options: Mapping[str, object] | None,
+    url: str | os.PathLike[str],
+    options: Mapping[str, object] | None,
+    other: str | os.PathLike[str],
+) -> Mapping[str, object] | None:
+    """Return the options of the other side: those given, or `options` if its scheme is the same.
+
+    Args:
+        other_options: the options that the caller gave for the other side.
+        url: the URL that `options` are for.
+        options: credentials and endpoint of `url`.
+        other: path or URL of the other side.
+    """
+    schemes = {os.fspath(address).partition("://")[0] for address in (url, other)}
+    return options if other_options is None and len(schemes) == 1 else other_options
+
+
 def _frozen(value: object) -> object:
     """A hashable stand-in: mappings and sequences by content, the rest as it is or by identity."""
     if isinstance(value, Mapping):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -20,13 +19,12 @@ import pytest
 import torch
 
 import dcp_objstore as dos
-from dcp_objstore.cli import demo_crew, demo_report
-from dcp_objstore.cli.demo import Demo, a_run, digests, run_demo, tell
+from dcp_objstore.cli import demo_crew
+from dcp_objstore.cli.demo import Demo, digests, report_text, run_demo
 from dcp_objstore.cli.demo_crew import Crew, DemoFailedError, Ended
 from dcp_objstore.errors import CheckpointNotFoundError, RankFailedError
 from dcp_objstore.stores import StoreSpec, open_store
 from tests.support.command_line import environment, run_here
-from tests.support.proxy import Asked, NetworkProxy, Refuse
 from tests.support.ranks import PRELOAD
 from tests.support.servers import BUCKET
 from tests.support.shared_servers import warm_up
@@ -165,23 +163,6 @@ def test_a_proof_that_fails_ends_the_demo_with_status_1(monkeypatch, capsys, tmp
 STATE = {"a": "1", "b": "2"}
 
 
-def test_the_demo_cleans_a_slow_bucket_with_the_usual_retries(seaweed, monkeypatch):
-    asked_to_wait = iter(range(2))  # `doctor` tries once more
-
-    def slow_down(asked: Asked) -> Refuse | None:
-        is_told = asked.method == "DELETE" and next(asked_to_wait, None) is not None
-        return Refuse(503, "SlowDown") if is_told else None
-
-    with NetworkProxy(seaweed.storage_options) as proxy:
-        for name, value in environment(proxy.storage_options).items():
-            monkeypatch.setenv(name, value)
-        with a_run(StoreSpec(f"s3://{BUCKET}/demo-slow"), cast(Crew, Alone())) as run:
-            run.open().put("step-1/object", b"body")
-            proxy.plan = slow_down
-    assert next(asked_to_wait, None) is None
-    assert list(open_store(f"s3://{BUCKET}/demo-slow", seaweed.storage_options).list()) == []
-
-
 def fails(prove: Callable[..., None], *args: object) -> bool:
     """Whether a proof does not hold."""
     try:
@@ -305,6 +286,7 @@ def fail_as(device: torch.device, said: dict[str, Any], errors: list[BaseExcepti
     raise errors[rank]
 
 
+@pytest.mark.campaign  # a fork server of its own
 def test_how_a_rank_ended_is_known_whatever_ended_it():
     """It raises an error of Python or of the library, or is killed."""
     warm_up(PRELOAD)  # all ranks of this process are forked from one server
@@ -391,7 +373,7 @@ def test_the_report_has_the_fields_of_the_issue_form_and_names_no_bucket(told, m
     monkeypatch.setattr(sys, "argv", ["dcp-objstore", "demo", "--url", url, "--report", "x.md"])
     told.prove(True, "it was shown")
     speeds = dos.measure.bench(told.spec.url, size_bytes=1 << 20, seconds=0.1, progress=False)
-    text = demo_report.text(told, [speeds, speeds], 12.0, None)
+    text = report_text(told, [speeds, speeds], 12.0, "a folder")
     fields = re.findall(r"^### (.*)$", text, re.M)
     labels = re.findall(r"^      label: (.*)$", form, re.M)
     assert fields == [label for label in labels if label in fields]
@@ -400,20 +382,3 @@ def test_the_report_has_the_fields_of_the_issue_form_and_names_no_bucket(told, m
     assert "**a phase**\n\n- it was shown\n" in text
     assert results["versions"]["torch"] == torch.__version__
     assert "secret-bucket" not in text
-
-
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("columns", [40, 60, 100])
-def test_no_line_is_wider_than_the_terminal(columns, told, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
-    tell("A headline that says what happens in this phase of the whole demo", "")
-    told.prove(True, "something was shown that needs more than forty columns to be told")
-    lines = re.sub(r"\x1b\[\d+m", "", terminal.getvalue()).splitlines()
-    assert max(map(len, lines)) <= columns

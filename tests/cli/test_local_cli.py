@@ -12,7 +12,7 @@ import pytest
 
 from dcp_objstore.local.folder import home_of, place_of_pids
 from dcp_objstore.stores.local import TEMPORARY
-from tests.support.command_line import run, run_here
+from tests.support.command_line import run_here
 from tests.support.left_copies import STATE_BYTES, leave_copies
 
 
@@ -106,9 +106,3 @@ def test_what_is_no_folder_of_copies_is_one_clear_error(tmp_path, make, reason):
         assert (done.returncode, done.stdout) == (2, "")
         assert reason in done.stderr
         assert len(done.stderr.splitlines()) == 1
-
-
-def test_a_url_is_no_folder():
-    done = run("local", "ls", "s3://bucket/run")
-    assert done.returncode == 2
-    assert "ConfigError" in done.stderr

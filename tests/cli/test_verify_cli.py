@@ -10,7 +10,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
-from dcp_objstore.cli.app import app
 from dcp_objstore.cli.verify import verify
 from dcp_objstore.errors import CheckpointNotFoundError, UnsupportedError
 from tests.support.command_line import run, run_here
@@ -115,29 +114,3 @@ def test_what_cannot_be_verified_is_no_damage(url, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="one object"):
         verify(f"{url}/step-2/_COMMIT", **ALL)
     assert run("verify", "s4://bucket/x").returncode == 2
-
-
-@pytest.mark.backends("seaweed")
-def test_the_commands_look_into_a_bucket(bucket, monkeypatch, capsys):
-    options = bucket.storage_options
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(options["key"]))
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", str(options["secret"]))
-    monkeypatch.setenv("AWS_ENDPOINT_URL", str(options["endpoint_url"]))
-    for step in (1, 2):
-        state = {"w": torch.full((3000, 500), 1.0 * step)}
-        dos.save(state, bucket.at(f"step-{step}"), progress=False)
-    verify(bucket.url, **{**ALL, "run": True, "deep": True})
-    last = f"the newest whole step: {bucket.at('step-2')}"
-    assert capsys.readouterr().out.splitlines()[-1] == last
-    with pytest.raises(SystemExit) as caught:
-        app(["diff", bucket.at("step-1"), bucket.at("step-2")], standalone_mode=False)
-    assert caught.value.code == 1
-    assert "changed   w  float32 [3000, 500]" in capsys.readouterr().out
-    app(["inspect", bucket.at("step-1")], standalone_mode=False)
-    assert "w [3000, 500]" in capsys.readouterr().out
-    (name,) = (key for key in bucket.keys("step-2") if key.endswith(".distcp"))
-    bucket.flip_byte(f"step-2/{name}", 5 * 1024**2)
-    with pytest.raises(SystemExit) as caught:
-        app(["verify", bucket.at("step-2")], standalone_mode=False)
-    assert caught.value.code == 4
-    assert "w[2097:3000, 0:500]" in capsys.readouterr().out

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import pickle
-import sys
-import tracemalloc
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import torch
 from torch.distributed.checkpoint import filesystem, metadata as stock
 
+from dcp_objstore.compat import foreign
 from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -23,7 +18,7 @@ from dcp_objstore.errors import (
     UntrustedPickleError,
 )
 from tests.support import pickles as p
-from tests.support.hostile_metadata import DAMAGED, EXECUTES, fired, of_path, of_properties
+from tests.support.hostile_metadata import DAMAGED, EXECUTES, fired, of_path
 from tests.support.stock_checkpoints import save_stock
 
 
@@ -67,61 +62,8 @@ def test_every_binary_protocol_decodes_alike(stock_body, protocol):
     same(decode_metadata(pickle.dumps(theirs, protocol)), theirs)
 
 
-def test_metadata_of_many_chunks_decodes():
-    chunks = [stock.ChunkStorageMetadata(torch.Size([row]), torch.Size([1])) for row in range(3000)]
-    whole = stock.TensorStorageMetadata(stock.TensorProperties(), torch.Size([3000]), chunks)
-    storage = {
-        stock.MetadataIndex("w", [row], row): filesystem._StorageInfo("a/__0_0.distcp", row, 1)
-        for row in range(3000)
-    }
-    theirs = stock.Metadata({"w": whole}, {"w": ("w",)}, storage)
-    same(decode_metadata(pickle.dumps(theirs)), theirs)
-
-
 def test_hand_made_metadata_is_valid_so_that_only_the_hostile_part_is_refused():
     same(decode_metadata(p.metadata()), unpickled(p.metadata()))
-
-
-def test_torch_2_15_properties_with_strides_lose_only_the_strides():
-    props = p.properties(None, None, p.TRUE, None, p.FALSE, p.tupled(p.number(3), p.number(1)))
-    body = p.metadata(p.mapped({p.text("w"): p.tensor(props)}))
-    decoded = decode_metadata(body).state_dict_metadata["w"].properties
-    assert decoded == stock.TensorProperties(torch.float32, requires_grad=True)
-
-
-def test_properties_from_before_torch_2_3_are_read():
-    module = "torch.distributed._shard.sharded_tensor.metadata"
-    props = p.properties(encoding=p.call(module, "MEM_FORMAT_ENCODING", p.number(0)))
-    props = props.replace(p.text(p.METADATA), p.text(module), 1)
-    body = p.metadata(p.mapped({p.text("w"): p.tensor(props)}))
-    assert decode_metadata(body).state_dict_metadata["w"].properties == stock.TensorProperties()
-
-
-def test_members_of_enums_that_python_3_11_0_to_3_11_3_wrote_by_name_are_read():
-    for number, (name, memory_format) in enumerate(
-        {
-            "TORCH_CONTIGUOUS_FORMAT": torch.contiguous_format,
-            "TORCH_CHANNELS_LAST": torch.channels_last,
-            "TORCH_PRESERVE_FORMAT": torch.preserve_format,
-        }.items()
-    ):
-        for module, cls in (
-            (p.METADATA, "_MEM_FORMAT_ENCODING"),
-            ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
-        ):
-            member = p.call("builtins", "getattr", p.name(module, cls), p.text(name))
-            body = of_properties(None, None, p.FALSE, member)
-            decoded = decode_metadata(body).state_dict_metadata["w"].properties
-            assert decoded == stock.TensorProperties(torch.float32, memory_format=memory_format)
-            by_value = of_properties(None, None, p.FALSE, p.call(module, cls, p.number(number)))
-            assert decode_metadata(by_value).state_dict_metadata["w"].properties == decoded
-
-
-def test_unknown_attributes_are_dropped():
-    shape = p.mapped({p.text("shape"): p.tupled(p.number(4), p.number(4))})
-    extra = p.call("collections", "OrderedDict") + b"(" + p.text("w") + shape + b"u"
-    decoded = decode_metadata(p.metadata(mcore_data=extra, other=p.NONE))
-    assert vars(decoded).keys() == vars(stock.Metadata({})).keys()
 
 
 @pytest.mark.parametrize(
@@ -144,18 +86,6 @@ def transforms_of(value: bytes) -> list[str] | None:
     storage = p.mapped({p.index(): p.info(transform_descriptors=value)})
     (info,) = decode_metadata(p.metadata(storage=storage)).storage_data.values()
     return info.transform_descriptors  # type: ignore[no-any-return]
-
-
-def test_a_checkpoint_id_of_multi_storage_client_becomes_text():
-    place = p.made(
-        "multistorageclient.pathlib",
-        "MultiStoragePath",
-        _path=p.text("msc://profile/run/step-1"),
-        _internal_path=p.call("pathlib", "PurePosixPath", p.text("run"), p.text("step-1")),
-    )
-    meta = p.made(p.METADATA, "StorageMeta", checkpoint_id=place)
-    decoded = decode_metadata(p.metadata(meta=meta)).storage_meta
-    assert decoded == stock.StorageMeta("msc://profile/run/step-1")
 
 
 def test_the_extensions_that_an_item_went_through_are_kept():
@@ -190,10 +120,11 @@ def test_what_the_memo_repeats_is_looked_at_once():
         decode_metadata(p.metadata(mcore_data=mapping))
 
 
-def test_a_body_above_the_limit_is_refused(stock_body):
-    decode_metadata(stock_body, max_bytes=len(stock_body))
+def test_a_body_above_the_limit_is_refused(stock_body, monkeypatch):
+    monkeypatch.setattr(foreign, "MAX_METADATA_SIZE_BYTES", len(stock_body))
+    decode_metadata(stock_body)
     with pytest.raises(CheckpointCorruptError, match="more than"):
-        decode_metadata(stock_body, max_bytes=len(stock_body) - 1)
+        decode_metadata(stock_body + b".")
 
 
 def test_the_global_asked_for_is_named():
@@ -203,69 +134,18 @@ def test_the_global_asked_for_is_named():
 
 # --- hostile pickles ---------------------------------------------------------------------------
 
-WATCHED = {"import", "exec", "compile", "os", "subprocess", "pickle", "open", "socket"}
-events: list[str] = []
-watching = False
 
-
-def watch(event: str, args: tuple[object, ...]) -> None:
-    if watching and event.partition(".")[0] in WATCHED:
-        events.append(event)
-
-
-sys.addaudithook(watch)
-
-
-def process_state() -> list[object]:
-    """What a hostile BUILD or REDUCE would leave behind."""
-    classes = (*(vars(stock)[name] for name in stock.__all__), stock._MEM_FORMAT_ENCODING,
-               filesystem._StorageInfo, filesystem._StoragePrefix, torch.Size, torch.dtype,
-               type(torch.serialization._get_layout), Path)  # fmt: skip
-    return [
-        *(dict(vars(cls)) for cls in classes),
-        dict(vars(torch.serialization._get_layout)),
-        set(sys.modules),
-        torch.serialization.get_safe_globals(),
-        dict(os.environ),
-        Path.cwd(),
-        gc.isenabled(),
-        sys.getrecursionlimit(),
-    ]
-
-
-@contextlib.contextmanager
-def nothing_happens(body: bytes) -> Iterator[None]:
-    """Nothing runs, nothing changes, and memory stays in proportion to the body."""
-    global watching
+# What they do beside being refused, `test_hostile_inputs` looks at through the public doors.
+@pytest.mark.parametrize(
+    ("bodies", "kind"), [(EXECUTES, UntrustedPickleError), (DAMAGED, CheckpointCorruptError)]
+)
+def test_each_hostile_metadata_is_refused_by_its_kind_and_calls_nothing(bodies, kind):
     fired.clear()
-    events.clear()
-    before = process_state()
-    tracemalloc.start()
-    watching = True
-    try:
-        yield
-    finally:
-        watching = False
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+    for what, body in bodies.items():
+        with pytest.raises(kind):
+            decode_metadata(body)
+            pytest.fail(what)
     assert fired == []
-    assert events == []
-    assert peak <= 100 * len(body) + 200_000
-    assert process_state() == before
-
-
-@pytest.mark.parametrize("what", EXECUTES)
-def test_a_foreign_global_is_refused_by_name_and_not_touched(what):
-    body = EXECUTES[what]
-    with nothing_happens(body), pytest.raises(UntrustedPickleError):
-        decode_metadata(body)
-
-
-@pytest.mark.parametrize("what", DAMAGED)
-def test_a_malformed_metadata_is_refused_and_changes_nothing(what):
-    body = DAMAGED[what]
-    with nothing_happens(body), pytest.raises(CheckpointCorruptError):
-        decode_metadata(body)
 
 
 @pytest.mark.parametrize("body", [p.metadata(), b"", EXECUTES["os.system"]])
@@ -279,14 +159,6 @@ def test_the_cyclic_collector_is_left_as_it_was(body):
             assert gc.isenabled() is wanted
     finally:
         (gc.enable if was else gc.disable)()
-
-
-def test_the_errors_travel_between_ranks():
-    for body in (EXECUTES["os.system"], DAMAGED["path upwards"]):
-        with pytest.raises(DcpObjstoreError) as caught:
-            decode_metadata(body)
-        copy = pickle.loads(pickle.dumps(caught.value))
-        assert (type(copy), str(copy)) == (type(caught.value), str(caught.value))
 
 
 def test_a_truncated_metadata_is_refused(stock_body):

@@ -11,7 +11,9 @@ import torch
 
 import dcp_objstore as dos
 from dcp_objstore.config import MIB
+from dcp_objstore.convert import copied_files
 from dcp_objstore.errors import InputError, PreconditionFailedError
+from dcp_objstore.stores.ranges import read_range
 from tests.support.command_line import run_here
 
 # What a folder of a model on the hub may hold besides weights.
@@ -103,9 +105,7 @@ def test_a_file_that_is_replaced_while_it_is_copied_is_not_copied(
     url, tmp_path, monkeypatch, when, size_bytes
 ):
     """Its version was planned: another one of the same size is not copied either."""
-    from dcp_objstore.convert import copied_files
-
-    file, read = tmp_path / "tokenizer.json", copied_files._read
+    file, read = tmp_path / "tokenizer.json", read_range
     file.write_bytes(bytes(size_bytes))
 
     def replace() -> None:
@@ -113,16 +113,16 @@ def test_a_file_that_is_replaced_while_it_is_copied_is_not_copied(
         other.write_bytes(bytes(size_bytes))
         other.replace(file)
 
-    def replacing(*args: Any) -> Any:
-        is_first = args[-1][0] == 0
+    def replacing(store: Any, key: str, start: int, end: int) -> Any:
+        is_first = start == 0
         if is_first and when == "before the first block":
             replace()
-        found = read(*args)
+        found = read(store, key, start, end)
         if is_first and when == "after it":
             replace()
         return found
 
-    monkeypatch.setattr(copied_files, "_read", replacing)
+    monkeypatch.setattr(copied_files, "read_range", replacing)
     with pytest.raises(PreconditionFailedError):
         exported(url, tmp_path / "hf", file)
     assert not (tmp_path / "hf").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
@@ -18,13 +17,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.clock import Clock
 from dcp_objstore.checkpoint.commit import put_tombstone
-from dcp_objstore.cli import convert
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import (
@@ -33,15 +29,12 @@ from dcp_objstore.errors import (
     CheckpointGoneError,
     CheckpointNotFoundError,
     CommitLostError,
-    StoreUnavailableError,
     SupersededError,
     UnsupportedError,
 )
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from tests.support.checkpoints import assert_nothing_visible
-from tests.support.command_line import run, run_here
 from tests.support.proxy import Asked, NetworkProxy
-from tests.support.ranks import run_ranks
 from tests.support.servers import BUCKET, Bucket, Folder, MotoServer
 from tests.support.states import same_bits, seeded
 from tests.support.wrapped_stores import Fault, FaultStore, Plan
@@ -142,27 +135,6 @@ def test_a_copy_has_the_same_bytes_and_each_is_fetched_once(way, remote, local, 
 
 def _google(server: MotoServer) -> Bucket:
     return below(server.gcs_storage_options, "gs", s3=server.storage_options)
-
-
-def save_sharded(_rank: int, world: int, url: str) -> None:
-    mesh = init_device_mesh("cpu", (world,))
-    rows = distribute_tensor(seeded("rows", (301, 20)), mesh, [Shard(0)])
-    dos.save({"rows": rows, "step": 3}, url, progress=False)
-
-
-@pytest.mark.campaign
-def test_stock_torch_loads_a_copy_of_what_several_ranks_have_saved(local):
-    run_ranks(2, save_sharded, local.at("step-7"))
-    target = Folder("file", local.at("kept"), {})
-    copy(local, target)
-    assert dos.open(target.at("step-7")).world_size == 2
-    found = {"rows": torch.zeros(301, 20), "step": 0}
-    reader = dcp.FileSystemReader(target.at("step-7").removeprefix("file://"))
-    dcp.load(found, storage_reader=reader)
-    assert same_bits(found["rows"], seeded("rows", (301, 20)))
-    assert found["step"] == 3
-    dos.load(found, target.at("step-7"), progress=False)
-    assert same_bits(found["rows"], seeded("rows", (301, 20)))
 
 
 def test_damage_is_named_and_nothing_is_committed(remote, local):
@@ -439,45 +411,3 @@ def test_a_sweep_defeats_a_copy_that_names_what_the_sweep_may_remove(local, monk
     assert report.sent_bytes == report.total_bytes
     assert data(target) == sent + report.objects
     assert_same(dos.open(report.url))
-
-
-@pytest.mark.campaign
-def test_a_server_that_dies_ends_a_copy_and_after_it_the_next_one_works(local):
-    save(local.at("step-7"))
-    with SeaweedServer() as server, NetworkProxy(server.storage_options) as proxy:
-        server.create_bucket(BUCKET)
-        target = below(server.storage_options, "s3")
-        held = proxy.hold(lambda asked: asked.method == "PUT" and "_4." in asked.name)
-
-        def kill() -> None:
-            held.wait()
-            server.kill()
-            proxy.hang_up()
-
-        thread = threading.Thread(target=kill)
-        thread.start()
-        hasty = dos.TransferConfig(part_size_bytes=5 * MIB, max_retries=1, retry_timeout_seconds=1)
-        with pytest.raises(StoreUnavailableError):
-            copy(local, target, storage_options=proxy.storage_options, config=hasty)
-        thread.join()
-        server.restart()
-        assert_nothing_visible(target, "step-7", uploads=True)
-        report = copy(local, target)
-        assert 0 < report.sent_bytes < report.total_bytes
-        assert_same(dos.open(report.url, storage_options=server.storage_options))
-
-
-def test_the_command_does_what_its_example_says(tmp_path, capsys):
-    done = run_here("cp", "--help")
-    example = " ".join(done.stdout.partition("Example:")[2].split())
-    words = example.replace("/tmp", str(tmp_path)).split()
-    assert words[:2] == ["dcp-objstore", "cp"]
-    save(words[2])
-    done = run(*words[1:])
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "copied" in done.stdout
-    assert_same(dos.open(words[3]))
-    with pytest.raises(CheckpointExistsError, match="overwrite"):
-        convert.copy(*words[2:], overwrite=False, streamed=False, as_json=False)
-    convert.copy(*words[2:], overwrite=True, streamed=True, as_json=True)
-    assert json.loads(capsys.readouterr().out)["url"] == words[3]

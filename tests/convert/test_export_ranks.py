@@ -21,6 +21,7 @@ from dcp_objstore.convert import export, files
 from dcp_objstore.convert.files import PlannedFile, shards, share_out
 from dcp_objstore.convert.sources import TensorInfo
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, InputError, RankFailedError
+from dcp_objstore.transfer.upload import upload_object
 from tests.support.campaign import cases
 from tests.support.launcher import say
 from tests.support.ranks import run_ranks, start_workers, try_ranks, wait_for
@@ -123,16 +124,14 @@ def test_a_failure_on_one_rank_is_one_on_all_and_leaves_nothing(bucket, tmp_path
 
 
 def die_in_the_middle(rank: int, world: int, url: str, out: str, options: Any, last: int) -> Any:
-    write = export._Export._write
-
-    def hang(self: Any, file: PlannedFile) -> int:
-        size_bytes = write(self, file)
+    def hang(store: Any, name: str, *args: Any, **settings: Any) -> Any:
+        uploaded = upload_object(store, name, *args, **settings)
         if rank == last:
-            say("written", file.name)
+            say("written", name)
             threading.Event().wait()
-        return size_bytes
+        return uploaded
 
-    export._Export._write = hang  # type: ignore[method-assign]
+    export.upload_object = hang
     settings = {**EACH, "storage_options": options, "overwrite": True}
     return export_here(rank, world, url, out, settings)
 

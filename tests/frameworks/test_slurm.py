@@ -231,7 +231,7 @@ def test_a_requeued_job_reads_the_scratch_of_its_nodes_and_nothing_else(bucket, 
 SAVE = """
 import sys, torch
 import dcp_objstore as dos
-from dcp_objstore.local.room import free_memory_bytes
+from dcp_objstore.local.folder import free_memory_bytes
 
 url, folder = sys.argv[1:]
 dos.save({"w": torch.ones(1)}, f"{url}/warm-up")  # what it imports takes memory, too

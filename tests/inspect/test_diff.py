@@ -111,8 +111,10 @@ def test_keys_shapes_and_dtypes(saved):
         dos.diff(one, two, "nothing.*")
 
 
+NAN = float("nan")
 ROWS: dict[torch.dtype, list[list[complex]]] = {
-    torch.float32: [[1, 2, float("inf"), -0.0], [1, 2, float("inf"), 0.0]],
+    torch.float32: [[NAN, 2, float("inf"), -0.0], [NAN, 2, float("inf"), 0.0]],
+    torch.float64: [[NAN, 1], [NAN, NAN]],
     torch.bfloat16: [[1, 2, 3], [1, 2, 300]],
     torch.float8_e4m3fn: [[1, 2, 3], [1, 2.5, 3]],
     torch.uint32: [[1, 5, 7], [2, 5, 7]],
@@ -129,15 +131,6 @@ def test_tensors_that_have_to_be_read_are_compared_bit_for_bit(dtype, tmp_path, 
     stock = (tmp_path / "stock").as_uri()
     assert dos.diff(stock, saved("a", a)).same
     assert [tensor.key for tensor in dos.diff(stock, saved("b", b)).tensors] == ["w"]
-
-
-def test_equal_nans_are_no_difference_and_a_new_nan_is_seen(tmp_path, saved):
-    nan = float("nan")
-    a, b = ({"w": torch.tensor(row)} for row in ([nan, 1.0, 2.0], [nan, nan, 2.0]))
-    dcp.save(a, checkpoint_id=tmp_path / "stock")
-    stock = (tmp_path / "stock").as_uri()
-    assert dos.diff(saved("a", a), stock).same
-    assert not dos.diff(saved("b", b), stock).same
 
 
 def test_a_checkpoint_of_stock_torch_is_read_once_and_compared(
@@ -173,7 +166,6 @@ def test_a_value_that_is_not_trusted_differs_by_its_digest_alone(tmp_path, saved
     assert value.is_known
 
 
-NAN = float("nan")
 # No two of them are the same, although `==` says so of many.
 VALUES: list[Any] = [
     *(0, 1, True, 1.0, 0.0, -0.0, NAN, "1", b"1", bytearray(b"1"), 10**5000),
@@ -195,12 +187,6 @@ def test_values_are_compared_bit_for_bit_with_their_types():
         digests.append(next(n for n, other in enumerate(VALUES) if compare.same(one, other)))
     assert digests == [*range(len(VALUES))] * 2
     assert compare.same({"a": 1, "b": {3, "x"}}, {"b": {"x", 3}, "a": 1})
-
-
-def test_a_changed_collection_of_tensors_is_a_difference(saved):
-    one, two = (saved(str(n), {"queue": deque([torch.full((3,), n)])}) for n in (1, 2))
-    (value,) = dos.diff(one, two).values
-    assert value.key == "queue"
 
 
 def test_what_repeats_or_contains_itself_is_compared_in_proportion_to_its_size():

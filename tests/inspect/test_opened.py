@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import pickle
 import tracemalloc
-import warnings
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -234,33 +230,6 @@ def test_values_that_need_trust_need_it_here_too(tmp_path):
     assert dos.read_state_dict(url, trust_pickle=True) == {"part": slice(1, 2), "step": 1}
 
 
-def test_values_that_run_nothing_need_no_trust(tmp_path):
-    state = {"when": datetime(2026, 1, 1, tzinfo=UTC), "seen": np.arange(6).reshape(2, 3)}
-    url = (tmp_path / "step-1").as_uri()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        dos.save(state, url, progress=False)
-    into: dict[str, Any] = dict.fromkeys(state)
-    dos.load(into, url, progress=False)
-    opened = dos.read_state_dict(url, progress=False)
-    by_dcp: dict[str, Any] = dict.fromkeys(state)
-    dcp.load(by_dcp, storage_reader=dos.ObjectStoreReader(url, progress=False), no_dist=True)
-    for found in (into, opened, by_dcp):
-        assert found["when"] == state["when"]
-        assert np.array_equal(found["seen"], state["seen"])
-
-
-def test_what_another_library_wrote_opens_too(tmp_path):
-    state = {"model": {"w": seeded("w", (6, 4))}, "step": 3}
-    dcp.save(state, checkpoint_id=tmp_path / "stock")
-    ckpt = dos.open((tmp_path / "stock").as_uri())
-    assert (ckpt.commit_id, ckpt.world_size, ckpt.user_metadata) == (None, None, None)
-    entry = ckpt["model.w"]
-    assert isinstance(entry, dos.reports.TensorEntry)
-    assert same_bits(entry[2:4], state["model"]["w"][2:4])  # type: ignore[index]
-    assert ckpt.nested(ckpt.read())["step"] == 3
-
-
 def test_opening_what_another_library_wrote_takes_no_memory_beyond_its_metadata(tmp_path):
     body = many_times_one_chunk(3000)
     (tmp_path / ".metadata").write_bytes(body)
@@ -339,23 +308,3 @@ def test_bad_arguments_and_absent_checkpoints_are_typed(tmp_path):
         dos.open((tmp_path / "none").as_uri())
     with pytest.raises(ConfigError, match="verify"):
         dos.open("memory://b/x", verify="some")  # type: ignore[arg-type]
-
-
-def read_part(rank: int, world: int, url: str) -> float:
-    return float(dos.read_state_dict(url, keys="step", nested=False)["step"]) + rank
-
-
-def test_each_rank_of_a_job_may_read_by_itself(url):
-    assert run_ranks(2, read_part, url) == [7.0, 8.0]
-
-
-@pytest.mark.backends("seaweed", "moto", "gcs")
-def test_parts_are_read_from_a_bucket(bucket):
-    options = bucket.storage_options
-    run_ranks(2, save_wide, bucket.at("step-1"), options)
-    ckpt = dos.open(bucket.at("step-1"), storage_options=options)
-    entry = ckpt["wide"]
-    assert isinstance(entry, dos.reports.TensorEntry)
-    assert same_bits(entry[1400:1600], seeded("wide", WIDE)[1400:1600])
-    assert same_bits(entry.read(), seeded("wide", WIDE))
-    assert ckpt.verify(deep=True).ok

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 import secrets
-import sys
-import types
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -144,11 +142,6 @@ def test_tensors_are_made_on_the_device_that_was_asked_for():
             ckpt.read("w", device=device)  # type: ignore[arg-type]
 
 
-def test_settings_of_the_wrong_kind_are_refused():
-    with pytest.raises(ConfigError, match="TransferConfig"):
-        dos.open(saved({"w": torch.ones(2)}), config={"max_retries": 2})  # type: ignore[arg-type]
-
-
 def test_a_tensor_whose_chunks_leave_rows_out_is_refused_not_made_up(tmp_path):
     full = seeded("w", (8, 3))
     dcp.save({"w": full}, checkpoint_id=tmp_path / "stock")
@@ -165,23 +158,3 @@ def test_a_tensor_whose_chunks_leave_rows_out_is_refused_not_made_up(tmp_path):
         with pytest.raises(CheckpointCorruptError, match="do not make up") as caught:
             read()
         assert caught.value.key == "w"
-
-
-class Vanishing:
-    """Its module is gone when it is loaded."""
-
-
-def test_a_trusted_value_of_an_absent_class_says_so(monkeypatch):
-    module = types.ModuleType("module_of_the_past")
-    module.Vanishing = Vanishing  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(Vanishing, "__module__", module.__name__)
-    with pytest.warns(UserWarning, match="trust_pickle"):
-        url = saved({"value": Vanishing(), "step": 1})
-    assert isinstance(dos.read_state_dict(url, trust_pickle=True)["value"], Vanishing)
-    monkeypatch.delitem(sys.modules, module.__name__)
-    ckpt = dos.open(url, trust_pickle=True)
-    assert ckpt.read("step") == {"step": 1}
-    with pytest.raises(UnsupportedError, match="module_of_the_past") as caught:
-        ckpt.read()
-    assert caught.value.key == "value"

@@ -9,19 +9,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import assume, given, settings, strategies as st
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorStorageMetadata,
-)
 
 import dcp_objstore as dos
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, StateMismatchError
-from dcp_objstore.inspect.fill import _read_items
 from dcp_objstore.inspect.selection import box_of, matching, nested
 from dcp_objstore.read.geometry import Box
-from dcp_objstore.read.items import StockItems
-from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
 
 KEYS = dict.fromkeys(["model.a.weight", "model.a.bias", "model.b[0]", "Model.c", "step"])
 
@@ -95,37 +87,6 @@ def test_arrays_and_steps_are_no_part():
         with pytest.raises(IndexError):
             box_of(index, (4, 4))
     assert box_of((np.int64(1), torch.tensor(2)), (4, 4)) == (Box((1, 2), (1, 1)), [])
-
-
-Chunks = list[tuple[tuple[int, int], tuple[int, int]]]
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.data())
-def test_a_box_that_the_chunks_do_not_fill_is_refused(data):
-    def box(what: str) -> tuple[tuple[int, int], tuple[int, int]]:
-        offsets = data.draw(st.tuples(st.integers(0, 3), st.integers(0, 3)), what)
-        sizes = data.draw(st.tuples(*(st.integers(1, 4 - at) for at in offsets)), what)
-        return offsets, sizes
-
-    chunks: Chunks = [box("chunk") for _ in range(data.draw(st.integers(0, 5)))]
-    wanted = box("wanted")
-    stored = np.zeros((4, 4), dtype=bool)
-    for (row, column), (rows, columns) in chunks:
-        stored[row : row + rows, column : column + columns] = True
-    (row, column), (rows, columns) = wanted
-    saved = TensorStorageMetadata(
-        properties=None,  # type: ignore[arg-type]
-        size=torch.Size((4, 4)),
-        chunks=[ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in chunks],
-    )
-    checkpoint = StoredCheckpoint((), StockItems(Metadata({"w": saved}), {}))
-    if stored[row : row + rows, column : column + columns].all():
-        _read_items(checkpoint, {"w": Box(*wanted)}, [])
-    else:
-        with pytest.raises(CheckpointCorruptError) as caught:
-            _read_items(checkpoint, {"w": Box(*wanted)}, [])
-        assert caught.value.key == "w"
 
 
 def test_places_become_dicts_and_lists_again():

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import dcp_objstore as dos
-from dcp_objstore.local import copies, room
+from dcp_objstore.local import copies, folder as room
 from dcp_objstore.stores.local import LOCK_POLICY, locked
 from tests.support.campaign import cases
 from tests.support.node_copies import Node, restart

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from typing import NoReturn
@@ -15,22 +12,19 @@ import pytest
 
 import dcp_objstore as dos
 from dcp_objstore.cli import bench as cli
-from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import (
     BucketNotFoundError,
     ConfigError,
     CredentialsError,
-    DcpObjstoreError,
     InvalidUrlError,
     PermissionDeniedError,
-    StoreUnavailableError,
 )
 from dcp_objstore.measure.api import CONFIG, Spread, Throughput, _doubts, _Round
 from tests.support.campaign import cases
 from tests.support.command_line import environment
 from tests.support.proxy import Asked, NetworkProxy, Refuse
-from tests.support.servers import BUCKET, READ_ONLY, WRITE_ONLY, Bucket
+from tests.support.servers import READ_ONLY, WRITE_ONLY, Bucket
 from tests.support.unfinished_uploads import Before
 
 PARTS = replace(CONFIG, part_size_bytes=5 * MIB)
@@ -89,11 +83,10 @@ def round_of(seconds: float) -> _Round:
 def test_noise_is_told_of():
     steady = [round_of(seconds) for seconds in (1.0, 1.01, 1.0)]
     noisy = [round_of(2.0), *steady]
-    assert list(_doubts(False, saves=steady, loads=steady)) == []
-    (warning,) = _doubts(False, saves=steady, loads=noisy)
+    assert list(_doubts(saves=steady, loads=steady)) == []
+    (warning,) = _doubts(saves=steady, loads=noisy)
     assert "factor of 2.0" in warning
-    assert list(_doubts(True, saves=noisy, loads=noisy)) == []  # the machine is busy: said already
-    (warning,) = _doubts(False, saves=steady[:2], loads=steady[:2])
+    (warning,) = _doubts(saves=steady[:2], loads=steady[:2])
     assert "too few rounds of saves and loads" in warning
 
 
@@ -126,22 +119,6 @@ def test_wrong_urls_settings_and_credentials_are_told(bucket):
     with pytest.raises(CredentialsError):
         measure(bucket, storage_options={**bucket.storage_options, "secret": "wrong"})
     assert bucket.keys() == []
-
-
-@pytest.mark.campaign
-@pytest.mark.backends("seaweed")
-def test_a_full_bucket_is_told_and_nothing_stays(bucket):
-    before = Before(bucket)
-
-    def full(asked: Asked) -> Refuse | None:
-        is_part = asked.method == "PUT" and asked.size_bytes > MIB and "partNumber=2" in asked.query
-        return Refuse(507, "XMinioStorageFull") if is_part else None
-
-    with NetworkProxy(bucket.storage_options) as proxy:
-        proxy.plan = full
-        with pytest.raises(DcpObjstoreError, match="full"):
-            measure(bucket, storage_options=proxy.storage_options, config=IMPATIENT)
-    before.check()
 
 
 def part(asked: Asked) -> bool:
@@ -179,28 +156,6 @@ def test_nothing_stays_after_ctrl_c(bucket, meant):
         with pytest.raises(KeyboardInterrupt):
             measure(bucket, storage_options=proxy.storage_options)
         thread.join()
-    before.check()
-
-
-@pytest.mark.campaign
-@pytest.mark.backends("seaweed")
-def test_nothing_stays_after_sigterm(bucket):
-    before = Before(bucket)
-    with NetworkProxy(bucket.storage_options) as proxy:
-        held = proxy.hold(part)
-        command = [sys.executable, "-m", "dcp_objstore", "bench", bucket.url, "--size", "40MiB"]
-        child = subprocess.Popen(
-            command,
-            env={**os.environ, **environment(proxy.storage_options)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        held.wait()
-        child.terminate()
-        held.release()
-        assert child.communicate(timeout=120) == ("", "dcp-objstore: ended by SIGTERM\n")
-    assert child.returncode == 128 + signal.SIGTERM
     before.check()
 
 
@@ -250,32 +205,6 @@ def test_what_cannot_be_listed_any_more_is_named(bucket, caplog):
             measure(bucket, storage_options=proxy.storage_options)
     (name,) = {one.partition("/")[0] for one in bucket.keys()}  # noqa: SIM118
     assert f"remove everything below {bucket.url}/{name}" in caplog.text
-
-
-@pytest.mark.campaign
-def test_a_server_that_dies_ends_it_and_the_rest_is_named(caplog):
-    with SeaweedServer() as server, NetworkProxy(server.storage_options) as proxy:
-        server.create_bucket(BUCKET)
-        bucket = Bucket("seaweed", f"s3://{BUCKET}/run", *[server.storage_options] * 2)
-        bucket.put("step-1/_COMMIT", b"theirs")
-        held = proxy.hold(part)
-
-        def kill() -> None:
-            held.wait()
-            server.kill()
-            proxy.hang_up()
-
-        thread = threading.Thread(target=kill)
-        thread.start()
-        with pytest.raises(StoreUnavailableError):
-            measure(bucket, storage_options=proxy.storage_options, config=IMPATIENT)
-        thread.join()
-        server.restart()
-        theirs, *left = reversed(bucket.keys())
-        assert theirs == "step-1/_COMMIT"
-        for key in (*left, *bucket.uploads()):
-            assert key.removeprefix(bucket.prefix).startswith(".bench-")
-        assert f"remove everything below {bucket.url}/.bench-" in caplog.text
 
 
 def figures(gib_per_second: float, connections: int, cpu: float = 0.3) -> Throughput:

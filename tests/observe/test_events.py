@@ -30,6 +30,7 @@ from dcp_objstore.observe.events import AnyEvent
 from dcp_objstore.observe.trace import _NAMES
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import upload_items as uploading
+from tests.support.campaign import cases
 from tests.support.listening import Heard, of
 from tests.support.proxy import Asked, Cut, NetworkProxy
 from tests.support.ranks import run_ranks
@@ -52,7 +53,7 @@ def state(megabytes: int = 24) -> dict[str, Any]:
 
 
 @pytest.mark.backends("seaweed")
-@pytest.mark.parametrize("transport", ["native", "boto3"])
+@pytest.mark.parametrize("transport", cases(["native", "boto3"], default=["native"]))
 def test_a_save_and_a_load_are_told_of_whole_and_in_order(bucket, transport):
     heard, url = Heard(), bucket.at("step-7")
     config = dataclasses.replace(CONFIG, transport=transport)
