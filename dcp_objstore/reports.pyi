@@ -5,8 +5,11 @@ from .checkpoint.repair import RepairReport as RepairReport
 from .checkpoint.sweep import CheckpointSweep as CheckpointSweep
 from .convert.copy import CopyReport as CopyReport
 from .convert.export import ExportReport as ExportReport
-from .inspect.checkpoint import Module as Module
-from .inspect.checkpoint import TensorEntry as TensorEntry, ValueEntry as ValueEntry
+from .inspect.checkpoint import (
+    Module as Module,
+    TensorEntry as TensorEntry,
+    ValueEntry as ValueEntry,
+)
 from .inspect.diff import (
     DiffReport as DiffReport,
     TensorDifference as TensorDifference,
