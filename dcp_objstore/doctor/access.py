@@ -19,6 +19,7 @@ from dcp_objstore.doctor.checks import Verdict, failed, not_made, ok, warning
 from dcp_objstore.doctor.scratch import Scratch
 from dcp_objstore.observe.report import counted, size_text
 from dcp_objstore.stores.diagnosis import ask_region, identify, named_server
+from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.stores.spec import StoreSpec
 from dcp_objstore.stores.urls import StoreUrl
 
@@ -65,16 +66,21 @@ class Access:
 
     @cached_property
     def _error(self) -> errors.DcpObjstoreError | None:
-        """What a listing of nothing shows to be wrong; None if it is allowed, or denied."""
+        """What is wrong with the first answers; None if they are a store's, which may deny all."""
         patience = min(_PATIENCE_SECONDS, self._spec.config.request_timeout_seconds)
         hasty = replace(self._spec.config, request_timeout_seconds=patience, max_retries=0)
         try:
-            next(iter(replace(self._spec, config=hasty).open().list(f"{_ABSENT}/")), None)
-        except errors.PermissionDeniedError:
-            return None  # the check of listings reports it
+            store = replace(self._spec, config=hasty).open()
+            next(iter(store.list(f"{_ABSENT}/")), None)
+            read_range(store, _ABSENT, 0, 1)
+        except (errors.ObjectNotFoundError, errors.PermissionDeniedError):
+            return None  # the next checks report which right is missing
+        except errors.CorruptDataError:
+            pass  # the answer is not the requested byte
         except errors.DcpObjstoreError as error:
             return error
-        return None
+        text = "it sends data for an object that does not exist, so it is a web server or a proxy"
+        return errors.ConfigError(f"{text}, not a store")
 
     @cached_property
     def _bucket_region(self) -> str | None:

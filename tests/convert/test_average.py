@@ -361,7 +361,7 @@ def test_an_average_of_no_tensor_is_refused(tmp_path: Path, keys: Any) -> None:
 
 def test_requests_get_memory_in_the_order_of_the_plan_and_only_once_it_is_free() -> None:
     """What waits for an earlier input would otherwise hold the memory that this one needs."""
-    slots = sums._Slots(dos.TransferConfig(memory_budget_bytes=4 * MIB, request_size_bytes=4 * MIB))
+    slots = sums._Slots(dos.TransferConfig(memory_budget_bytes=8 * MIB, request_size_bytes=8 * MIB))
     first, second, third = (RangeRequest[Any](0, at, at + 8, []) for at in (0, 8, 16))
     slots.plan([first, second], 0)
     slots.plan([third], 1)
@@ -429,7 +429,7 @@ def hold(begun: Callable[[], None], patched: pytest.MonkeyPatch) -> None:
     taken = itertools.count()
 
     def consume(request: Any, body: Any) -> None:
-        if next(taken) == 8:
+        if next(taken) == 2:
             begun()
             threading.Event().wait()
         consumed(request, body)
