@@ -18,6 +18,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from torch.distributed._shard.sharded_tensor import metadata as sharded
 from torch.distributed.checkpoint import metadata as stock
@@ -61,12 +62,10 @@ class Layout:
         """`metadata` in this layout."""
         stream = io.BytesIO()
         classes = {self.metadata, type(self.path("/")), *_classes_in(self.extra)}
-        made = _install([cls for cls in classes if cls.__module__ not in sys.modules])
-        try:
+        with mock.patch.dict(sys.modules):
+            for cls in classes:
+                _install(cls)
             _Pickler(stream, self).dump(self._converted(metadata))
-        finally:
-            for module in made:
-                del sys.modules[module]
         return stream.getvalue()
 
     def _converted(self, metadata: stock.Metadata) -> stock.Metadata:
@@ -90,18 +89,17 @@ def _classes_in(extra: Mapping[str, Any]) -> list[type]:
     return [type(one) for value in extra.values() if isinstance(value, list) for one in value]
 
 
-def _install(classes: list[type]) -> list[str]:
-    """Make these classes importable; returns the names of the modules made for that."""
-    made = []
-    for cls in classes:
-        parts = cls.__module__.split(".")
-        for end in range(1, len(parts) + 1):
-            module = ".".join(parts[:end])
-            if module not in sys.modules:
-                sys.modules[module] = types.ModuleType(module)
-                made.append(module)
-        setattr(sys.modules[cls.__module__], cls.__name__, cls)
-    return made
+def _install(cls: type) -> None:
+    """Make a class importable, also where the library that it stands for is installed."""
+    parts, known = cls.__module__.split("."), sys.modules.get(cls.__module__)
+    if getattr(known, cls.__name__, None) is cls:
+        return
+    for end in range(1, len(parts)):
+        above = ".".join(parts[:end])
+        sys.modules.setdefault(above, types.ModuleType(above))
+    module = types.ModuleType(cls.__module__)
+    vars(module).update(vars(known) if known else {}, **{cls.__name__: cls})
+    sys.modules[cls.__module__] = module
 
 
 class _Pickler(pickle.Pickler):
