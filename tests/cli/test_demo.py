@@ -112,7 +112,6 @@ def test_ctrl_c_ends_everything_and_empties_the_users_prefix(seaweed, scratch):
         env={**os.environ, **environment(seaweed.storage_options), "TMPDIR": str(scratch)},
         start_new_session=True,
     )
-    assert process.stdout is not None
     for line in process.stdout:
         if "step  8" in line:  # so that step-4 is under way, or saved
             assert list(store.list()), "something was written"

@@ -126,8 +126,6 @@ def test_ctrl_c_leaves_no_pin_and_what_sigkill_leaves_the_next_follower_removes(
             text=True,
             start_new_session=True,
         ) as process:
-            assert process.stdout is not None
-            assert process.stderr is not None
             assert process.stdout.readline() == "waits\n"
             assert pins(url) == {"step-9": ("evaluator",)}
             process.send_signal(number)

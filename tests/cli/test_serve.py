@@ -21,7 +21,6 @@ def started(*options: str) -> tuple[subprocess.Popen[str], str, dict[str, object
     server = subprocess.Popen(
         [sys.executable, "-m", "dcp_objstore", "serve", *options], stdout=subprocess.PIPE, text=True
     )
-    assert server.stdout is not None
     says = server.stdout.readline()
     exports = [server.stdout.readline().rstrip("\n").removeprefix("export ") for _ in range(3)]
     values = dict(line.split("=", 1) for line in exports)

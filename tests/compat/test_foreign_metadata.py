@@ -85,7 +85,7 @@ def test_checkpoint_id_becomes_text(module, cls, parts, expected):
 def transforms_of(value: bytes) -> list[str] | None:
     storage = p.mapped({p.index(): p.info(transform_descriptors=value)})
     (info,) = decode_metadata(p.metadata(storage=storage)).storage_data.values()
-    return info.transform_descriptors  # type: ignore[no-any-return]
+    return info.transform_descriptors
 
 
 def test_the_extensions_that_an_item_went_through_are_kept():

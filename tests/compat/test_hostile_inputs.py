@@ -56,7 +56,6 @@ class Worker:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         return process
 

@@ -349,7 +349,7 @@ def test_keys_and_rules_that_do_not_fit_are_refused_before_anything_is_written(u
         dos.export_checkpoint(url, out, rename=[("(", "")])
     for call, place in ((dos.export_checkpoint, out), (dos.import_checkpoint, f"{url}-new")):
         with pytest.raises(ConfigError, match="pairs"):
-            call(url, place, rename=("ab", "cd"))  # type: ignore[operator]
+            call(url, place, rename=("ab", "cd"))
     with pytest.raises(UnsupportedError, match="complex128"):
         dos.save({"z": torch.zeros(2, dtype=torch.complex128)}, f"{url}-z", progress=False)
         dos.export_checkpoint(f"{url}-z", out)
@@ -359,7 +359,7 @@ def test_keys_and_rules_that_do_not_fit_are_refused_before_anything_is_written(u
         dos.export_checkpoint(url, out, "model.*", dtype=torch.int8)
     for size in ("5GB", 0, -1):
         with pytest.raises(ConfigError, match="max_shard_size_bytes must be"):
-            dos.export_checkpoint(url, out, max_shard_size_bytes=size)  # type: ignore[arg-type]
+            dos.export_checkpoint(url, out, max_shard_size_bytes=size)
     with pytest.raises(CheckpointNotFoundError, match="safetensors"):
         dos.import_checkpoint(tmp_path, f"{url}-new")
     with pytest.raises(ObjectNotFoundError):
@@ -394,7 +394,7 @@ def test_keys_may_come_from_an_iterator_and_rules_may_not(tmp_path):
     assert list(dos.open(place)) == ["a"]
     rules = iter([("a", "b")])
     with pytest.raises(ConfigError, match="iterator"):
-        dos.load({"b": torch.zeros(2)}, place, rename=rules)  # type: ignore[arg-type]
+        dos.load({"b": torch.zeros(2)}, place, rename=rules)
 
 
 def test_files_and_checkpoints_that_exist_stay_unless_told(url, tmp_path):
@@ -415,9 +415,7 @@ def test_damage_ends_an_export_and_leaves_no_file(bucket, tmp_path):
     dos.save(training_state(), place, storage_options=options, progress=False)
     (data,) = (key for key in bucket.keys("step-1") if key.endswith(".distcp"))
     data = f"step-1/{data}"
-    entry = dos.open(place, storage_options=options)["model.embed.weight"]
     bucket.flip_byte(data, len(bucket.get(data)) // 2)
-    assert isinstance(entry, dos.reports.TensorEntry)
     with pytest.raises(CheckpointCorruptError, match=r"embed\.weight"):
         dos.export_checkpoint(place, tmp_path / "out.pt", storage_options=options)
     with pytest.raises(CheckpointCorruptError, match=r"embed\.weight"):

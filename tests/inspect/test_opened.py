@@ -79,7 +79,6 @@ def test_a_checkpoint_is_a_mapping_of_its_keys(url):
     assert "step" in ckpt
     assert "steps" not in ckpt
     entry = ckpt["model.embed.weight"]
-    assert isinstance(entry, dos.reports.TensorEntry)
     assert (entry.key, entry.shape, entry.dtype) == ("model.embed.weight", (10, 6), torch.float32)
     assert entry.nbytes == 240
     assert entry.chunks == (((0, 0), (10, 6)),)
@@ -87,7 +86,6 @@ def test_a_checkpoint_is_a_mapping_of_its_keys(url):
     assert ckpt["step"].nbytes > 0
     assert (ckpt.url, ckpt.world_size, ckpt.user_metadata) == (url, 1, {"loss": 0.5})
     assert ckpt.commit_id
-    assert ckpt.created_at is not None
     assert len(ckpt.objects) == 1
     assert "3 tensors, 3 values" in repr(ckpt)
     assert ckpt.commit_id in repr(ckpt)
@@ -111,7 +109,7 @@ def test_tensors_values_and_patterns_read_what_was_saved(url):
     with pytest.raises(StateMismatchError, match=r"nearest: model\)"):
         ckpt.read("modl.*")
     with pytest.raises(ConfigError):
-        ckpt.read([3])  # type: ignore[list-item]
+        ckpt.read([3])
 
 
 def test_an_absent_key_is_a_key_error_with_the_nearest_names(url):
@@ -139,7 +137,7 @@ def test_a_state_dict_comes_back_nested_as_it_was_saved_or_flat(url):
     model = torch.nn.Module()
     model.register_buffer("weight", torch.zeros(10, 6))
     model.load_state_dict(whole["model"]["embed"])
-    assert same_bits(model.weight, saved["model"]["embed"]["weight"])  # type: ignore[arg-type]
+    assert same_bits(model.weight, saved["model"]["embed"]["weight"])
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (2, 3, 4)], ids=str)
@@ -163,7 +161,6 @@ def test_every_dtype_and_shape_reads_bit_identical(tmp_path, shape):
 )
 def test_a_part_is_what_indexing_the_whole_would_give(sharded, index):
     entry = sharded["tall"]
-    assert isinstance(entry, dos.reports.TensorEntry)
     assert len(entry.chunks) == 3
     assert same_bits(entry[index], seeded("tall", (7, 5))[index].contiguous())
 
@@ -173,23 +170,19 @@ def test_a_part_is_what_indexing_the_whole_would_give(sharded, index):
 )
 def test_what_selects_no_part_is_an_index_error(sharded, index):
     with pytest.raises(IndexError):
-        sharded["tall"][index]  # type: ignore[index]
+        sharded["tall"][index]
 
 
 def test_a_part_fetches_only_the_blocks_that_hold_it(sharded):
     entry = sharded["wide"]
-    assert isinstance(entry, dos.reports.TensorEntry)
     assert same_bits(entry[10:12], seeded("wide", WIDE)[10:12])
-    assert sharded.last_read is not None
     assert (sharded.last_read.requests, sharded.last_read.total_bytes) == (1, 4 * MIB)
     # Across the border of two ranks' chunks.
     assert same_bits(entry[999:1001, 5:7], seeded("wide", WIDE)[999:1001, 5:7].contiguous())
     assert sharded.last_read.total_bytes <= 8 * MIB
     unverified = dos.open(sharded.url, verify=False)
     part = unverified["wide"]
-    assert isinstance(part, dos.reports.TensorEntry)
     assert same_bits(part[10:12], seeded("wide", WIDE)[10:12])
-    assert unverified.last_read is not None
     assert unverified.last_read.total_bytes == 2 * WIDE[1] * 4
 
 
@@ -202,7 +195,7 @@ def test_damage_is_found_by_what_reads_it_and_nothing_else(tmp_path):
     body[body.index(state["b"].numpy().tobytes()) + 7] ^= 1
     path.write_bytes(body)
     ckpt = dos.open(url)
-    assert same_bits(ckpt["a"].read(), state["a"])  # type: ignore[union-attr]
+    assert same_bits(ckpt["a"].read(), state["a"])
     with pytest.raises(CheckpointCorruptError, match="block 0") as caught:
         ckpt.read()
     assert caught.value.key == "b"
@@ -252,7 +245,7 @@ def test_a_dtype_that_another_library_cannot_have_saved_is_named(tmp_path, name)
     for key, body in hostile.foreign(pickles.metadata(tensor, info)).items():
         (tmp_path / key).write_bytes(body)
     opened = dos.open(tmp_path.as_uri())
-    for read in (opened.read, opened["w"].read, opened["w"].slabs):  # type: ignore[union-attr]
+    for read in (opened.read, opened["w"].read, opened["w"].slabs):
         with pytest.raises(UnsupportedError, match=name) as caught:
             read()
         assert caught.value.key == "w"
@@ -266,7 +259,6 @@ def test_a_tensor_of_an_unknown_dtype_spoils_no_other_key(tmp_path, name):
     opened = dos.open(url)
     assert set(opened) == {"w", "step"}
     entry = opened["w"]
-    assert isinstance(entry, dos.reports.TensorEntry)
     assert (entry.shape, entry.dtype, entry.nbytes) == ((2, 3), None, 0)
     assert opened.read("step", progress=False) == {"step": 7}
     assert opened.verify(progress=False).ok
@@ -295,7 +287,7 @@ def test_a_quantized_tensor_is_refused_by_name_where_it_would_be_made(tmp_path):
         lambda: opened.read(progress=False),
         lambda: dos.read_state_dict(url, progress=False),
         opened["q"].read,
-        lambda: opened["q"][:2],  # type: ignore[index]
+        lambda: opened["q"][:2],
     ):
         with pytest.raises(UnsupportedError, match="quantized") as caught:
             read()
@@ -307,4 +299,4 @@ def test_bad_arguments_and_absent_checkpoints_are_typed(tmp_path):
     with pytest.raises(CheckpointNotFoundError):
         dos.open((tmp_path / "none").as_uri())
     with pytest.raises(ConfigError, match="verify"):
-        dos.open("memory://b/x", verify="some")  # type: ignore[arg-type]
+        dos.open("memory://b/x", verify="some")

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import dcp_objstore as dos
-from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import CheckpointGoneError, ObjectNotFoundError, StoreUnavailableError
 from dcp_objstore.stores import ObjectStore
 from tests.support.ranks import run_ranks
 from tests.support.states import seeded
-from tests.support.wrapped_stores import Fault, FaultStore, RecordingStore, Request, Verb
+from tests.support.wrapped_stores import Fault, FaultStore, Verb
 
 RANKS = 4
 
@@ -110,47 +107,3 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_gone_not_damaged(copied, thr
     through(fails_to_read(lost, ObjectNotFoundError("not there", object_key=lost)))
     with pytest.raises(CheckpointGoneError, match="replaced"):
         ckpt.verify()
-
-
-class InFlight(RecordingStore):
-    """Knows the most bytes that were being read at one time."""
-
-    def __init__(self, inner: ObjectStore) -> None:
-        super().__init__(inner)
-        self.most_bytes = 0
-        self._bytes = 0
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def _around(self, request: Request) -> Iterator[None]:
-        if request.verb != "open_range":
-            yield
-            return
-        assert request.start is not None and request.end is not None
-        size = request.end - request.start
-        with self._lock:
-            self._bytes += size
-            self.most_bytes = max(self.most_bytes, self._bytes)
-        yield
-        with self._lock:
-            self._bytes -= size
-
-
-def test_no_more_is_held_than_the_budget_allows(tmp_path, through):
-    url = (tmp_path / "step-1").as_uri()
-    dos.save({"w": seeded("w", (10 * MIB,))}, url, progress=False)  # 40 MiB, ten blocks
-    config = TransferConfig(
-        memory_budget_bytes=16 * MIB, request_size_bytes=4 * MIB, download_concurrency=8
-    )
-    ckpt = dos.open(url, config=config)
-    stores: list[InFlight] = []
-
-    def wrap(store: ObjectStore) -> ObjectStore:
-        stores.append(InFlight(store))
-        return stores[-1]
-
-    through(wrap)
-    report = ckpt.verify(deep=True)
-    assert report.ok
-    assert report.blocks == 10
-    assert 0 < stores[0].most_bytes <= 16 * MIB

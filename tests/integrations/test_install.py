@@ -59,7 +59,7 @@ def is_committed(bucket: Bucket, name: str) -> bool:
 
 def loaded(url: object) -> float:
     found = state()
-    dcp.load(found, checkpoint_id=url)  # type: ignore[arg-type]
+    dcp.load(found, checkpoint_id=url)
     assert torch.equal(found["weight"], torch.full((64, 32), float(found["step"])))
     return float(found["step"])
 
@@ -139,7 +139,7 @@ def test_local_paths_and_subclasses_stay_torchs(tmp_path, bucket):
     # Where a subclass writes is its own matter, whatever the path looks like.
     path = tmp_path / "s3:" / "b"
     writer = Own(path)
-    dcp.async_save(state(3), checkpoint_id=path, storage_writer=writer).result()  # type: ignore[union-attr]
+    dcp.async_save(state(3), checkpoint_id=path, storage_writer=writer).result()
     assert (path / ".metadata").exists()
 
 
@@ -299,13 +299,13 @@ def test_what_cannot_be_kept_is_refused():
     with pytest.raises(dos.errors.InvalidUrlError, match="s3a"):
         dos.install(schemes=["s3a"])
     with pytest.raises(dos.errors.ConfigError, match="TransferConfig"):
-        dos.install(config=8)  # type: ignore[arg-type]
+        dos.install(config=8)
     assert not FileSystemWriter.validate_checkpoint_id("s3://bucket/key")
     dos.install()
     with pytest.raises(dos.errors.UnsupportedError, match="_extensions"):
         FileSystemWriter("s3://bucket/key", _extensions=[object()])
     with pytest.raises(TypeError, match="path"):
-        FileSystemWriter()  # type: ignore[call-arg]
+        FileSystemWriter()
 
 
 def test_a_torch_without_these_hooks_is_refused(monkeypatch):

@@ -39,7 +39,7 @@ def is_scratch(asked: Asked) -> bool:
 def measure(bucket: Bucket, **arguments: object) -> dos.measure.BenchReport:
     usual = {"size_bytes": SIZE, "seconds": 0.1, "config": PARTS}
     options = {"storage_options": bucket.storage_options}
-    return dos.measure.bench(bucket.url, **{**usual, **options, **arguments})  # type: ignore[arg-type]
+    return dos.measure.bench(bucket.url, **{**usual, **options, **arguments})
 
 
 def test_the_figures_are_of_the_bytes_that_were_moved_and_nothing_stays(bucket):
