@@ -203,6 +203,20 @@ def test_ls_shows_a_checkpoint_and_those_below_it(tmp_path, capsys):
     assert [entry["url"] for entry in entries] == [url, f"{url}/step-1"]
 
 
+def test_ls_of_a_checkpoint_needs_no_right_to_list(tmp_path, capsys, monkeypatch):
+    url = f"file://{tmp_path}/run"
+    save_step(url)
+
+    def refuse(*_: object) -> None:
+        raise errors.PermissionDeniedError("no")
+
+    monkeypatch.setattr("dcp_objstore.stores.local.LocalStore.list", refuse)
+    print_checkpoints(url, as_json=True)
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["url"] == url
+    assert "not listed" in shown.err
+
+
 def test_ls_shows_pins_and_as_json_the_markers_figures(tmp_path, capsys):
     url = f"file://{tmp_path}/step-1"
     save_step(url, loss=0.5)

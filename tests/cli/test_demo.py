@@ -20,7 +20,7 @@ import torch
 
 import dcp_objstore as dos
 from dcp_objstore.cli import demo_crew
-from dcp_objstore.cli.demo import Demo, digests, report_text, run_demo
+from dcp_objstore.cli.demo import Demo, a_run, digests, report_text, run_demo
 from dcp_objstore.cli.demo_crew import Crew, DemoFailedError, Ended
 from dcp_objstore.errors import CheckpointNotFoundError, RankFailedError
 from dcp_objstore.stores import StoreSpec, open_store
@@ -160,6 +160,15 @@ def test_a_proof_that_fails_ends_the_demo_with_status_1(monkeypatch, capsys, tmp
 
 
 STATE = {"a": "1", "b": "2"}
+
+
+def test_what_the_demo_wrote_is_removed_with_the_usual_retries(tmp_path):
+    """The check before it has few of them."""
+    spec = StoreSpec(tmp_path.as_uri())
+    with a_run(spec, Alone()) as run:
+        assert run.config == spec.config
+        run.open().put("step-1/object", b"body")
+    assert list(spec.open().list()) == []
 
 
 def fails(prove: Callable[..., None], *args: object) -> bool:
