@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import dcp_objstore as dos
-from dcp_objstore.local import copies, folder, room
+from dcp_objstore.local import copies, folder
 from tests.support.node_copies import state_of
 from tests.support.wrapped_stores import Request
 
@@ -66,7 +66,7 @@ def test_no_code_of_copies_is_called_and_no_folder_made(tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patched:
-        forbid(patched, copies, folder, room)
+        forbid(patched, copies, folder)
         run = f"memory://{secrets.token_hex(6)}/run"
         use(run)
         manage(run)
