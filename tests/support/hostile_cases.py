@@ -38,23 +38,16 @@ def in_boxes(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[in
 
 
 def add_metadata() -> None:
-    """Those of the decoder's own tests, through the public doors, and more."""
+    """Those of the decoder's own tests, through the public doors, and what those lack."""
     add_all(".metadata runs code", h.foreign, EXECUTES, h.REFUSED)
     add_all(".metadata is damaged", h.foreign, DAMAGED, h.REFUSED)
     canary = p.call(h.THIS, "fire", p.text("x"))
     metadata = p.name(p.METADATA, "Metadata")
     slots = p.tupled(p.NONE, p.mapped({p.text("__class__"): metadata}))
     add_all(".metadata runs code", h.foreign, {
-        "STACK_GLOBAL with a dotted name": p.whole(p.name(p.METADATA, "Metadata.__init__.__globals__")),
         "STACK_GLOBAL with a dotted module": p.whole(p.name("os.path", "os.system")),
         "STACK_GLOBAL of a number": p.whole(p.number(1) + p.text("x") + b"\x93"),
-        "STACK_GLOBAL from the memo": p.whole(p.text("os") + b"\x94" + p.text("system") + b"\x94h\0h\1\x93"),
-        "INST": b"\x80\x02(ctests.support.hostile\nfire\no.",
         "INST of an allowed class": b"\x80\x02(i" + p.METADATA.encode() + b"\nMetadata\n.",
-        "OBJ of an allowed class": p.whole(b"(" + metadata + b"o"),
-        "NEWOBJ_EX of an allowed class": p.whole(metadata + b")}\x92"),
-        "EXT1": p.whole(b"\x82\xf0"),
-        "persistent id of the canary": p.whole(canary + b"Q"),
         "BUILD with __setstate__": p.whole(p.made(p.METADATA, "Metadata", __setstate__=canary)),
         "BUILD with __reduce__": p.metadata(__reduce_ex__=canary),
         "builtins.type": p.whole(p.call("builtins", "type", p.text("X"), p.EMPTY_TUPLE, p.mapped({}))),
@@ -72,29 +65,15 @@ def add_metadata() -> None:
     }, h.REFUSED)  # fmt: skip
     add_all(".metadata changes classes", h.foreign, {
         "slots state with __class__": p.whole(metadata + p.EMPTY_TUPLE + p.NEWOBJ + slots + p.BUILD),
-        "__class__ of the class": p.whole(metadata + p.mapped({p.text("__class__"): p.NONE}) + p.BUILD),
-        "__dict__ of the class": p.whole(metadata + p.mapped({p.text("__dict__"): p.mapped({})}) + p.BUILD),
-        "__setstate__ of the class": p.whole(metadata + p.mapped({p.text("__setstate__"): metadata}) + p.BUILD),
-        "__new__ of torch.Size": p.whole(p.name("torch", "Size") + p.mapped({p.text("__new__"): p.NONE}) + p.BUILD),
-        "slots of the class": p.whole(metadata + slots + p.BUILD),
         "OrderedDict": p.whole(p.name("collections", "OrderedDict") + p.mapped({p.text("get"): p.NONE}) + p.BUILD),
         "an OrderedDict's state": p.whole(p.call("collections", "OrderedDict") + p.mapped({p.text("x"): p.NONE}) + p.BUILD),
-        "a dtype": p.whole(p.name("torch", "float32") + p.tupled(p.NONE, p.mapped({p.text("itemsize"): p.number(1)})) + p.BUILD),
         "PosixPath": p.whole(p.name("pathlib", "PosixPath") + p.mapped({p.text("__new__"): p.NONE}) + p.BUILD),
     }, h.REFUSED)  # fmt: skip
     add_all(".metadata takes memory", h.foreign, {
-        "LONG4 of 2 GiB": p.whole(b"\x8b\xff\xff\xff\x7f" + b"1" * 50),
         "LONG1 cut off": p.whole(b"\x8a\xff1"),
-        "BINUNICODE8 of 2**62": p.whole(b"\x8d" + HUGE8 + b"x"),
         "BINUNICODE8 of 2**64 - 1": p.whole(b"\x8d" + b"\xff" * 8),
-        "BYTEARRAY8 of 2**62": p.whole(b"\x96" + HUGE8 + b"x", 5),
-        "BINBYTES8 of 2**62": p.whole(b"\x8e" + HUGE8 + b"x"),
-        "FRAME of 2**62": b"\x80\x04\x95" + HUGE8 + b"N.",
         "FRAME of 2**64 - 1": b"\x80\x04\x95" + b"\xff" * 8 + b"N.",
-        "memo number 2**32 - 1": p.whole(b"Nr\xff\xff\xff\xff"),
         "memo number 2**32 - 1, got": p.whole(b"Nr\xff\xff\xff\xffj\xff\xff\xff\xff"),
-        "BINGET of what was not put": p.whole(b"h\xff"),
-        "PUT as text": p.whole(b"Np99999999999999999999\n"),
         "GET as text": p.whole(b"g99999999999999999999\n"),
         "DUP bomb": p.whole(b"]" + b"2" * 50_000),
         "tuple of tuples of tuples": p.whole(b"N" + b"".join(b"q\0h\0h\0\x87" for _ in range(2_000))),
@@ -103,7 +82,6 @@ def add_metadata() -> None:
             b"](" + p.text("m") + b"q\0" + b"h\0" * 10 + b"eq\0"
             + b"".join(b"](" + b"h\0" * 10 + b"eq\0" for _ in range(20))))),
         "100,000 empty lists": p.whole(b"]" * 100_000),
-        "100,000 marks": p.whole(b"(" * 100_000),
         "100,000 nested lists": p.whole(b"]" * 100_000 + b"a" * 99_999),
         "100,000 nested dictionaries": p.whole(b"}" + b"N}" * 50_000 + b"s" * 50_000),
         "100,000 nested calls": p.whole(b"".join([p.name("torch", "Size"), b"q\0", b"h\0" * 50_000, b")", b"R\x85" * 50_000])),
@@ -145,11 +123,9 @@ def add_metadata() -> None:
         "a hole behind 24 dimensions": lambda: ((2,) * 24, interlocked),
     }, h.REFUSED)  # fmt: skip
     paths = {
-        "up": "../x", "up and down": "a/../../x", "absolute": "/etc/passwd", "two slashes": "//host/x",
-        "scheme": "s3://other/x", "http": "http://169.254.169.254/latest", "file": "file:///etc/passwd",
-        "drive": "C:/x", "UNC": "\\\\host\\x", "backslash": "a\\..\\x", "NUL": "a\0b", "newline": "a\nb",
-        "DEL": "a\x7f", "surrogate": "a\udcff", "long": "x" * 1025, "dot": ".", "dots": "..",
-        "ends in a slash": "a/", "inner empty": "a//b", "empty": "", "inner dot": "a/./b",
+        "up": "../x", "two slashes": "//host/x", "http": "http://169.254.169.254/latest",
+        "file": "file:///etc/passwd", "UNC": "\\\\host\\x", "DEL": "a\x7f", "dot": ".", "dots": "..",
+        "inner empty": "a//b",
     }  # fmt: skip
     add_all(".metadata leaves the checkpoint", lambda path: h.foreign(
         p.metadata(storage=p.mapped({p.index(): p.info(p.text(path))}))), paths, h.REFUSED)  # fmt: skip
@@ -162,13 +138,7 @@ def add_metadata() -> None:
     add_all(".metadata names odd keys", lambda path: h.foreign(
         p.metadata(storage=p.mapped({p.index(): p.info(p.text(path))}))), odd, h.CORRUPT)  # fmt: skip
     add_all(".metadata has impossible ranges", h.foreign_tensor_info, {
-        "negative offset": {"offset": p.number(-1)},
-        "negative length": {"length": p.number(-1)},
-        "offset 2**63": {"offset": h.long_number(1 << 63)},
-        "offset + length over 2**63": {"offset": h.long_number((1 << 63) - 1), "length": p.number(24)},
         "beyond the object": {"offset": p.number(1 << 20)},
-        "float offset": {"offset": b"G\x7f\xf0\0\0\0\0\0\0"},
-        "bool length": {"length": p.TRUE},
         "text length": {"length": p.text("1")},
         "empty": {"length": p.number(0)},
     }, h.REFUSED)  # fmt: skip
