@@ -216,16 +216,3 @@ def test_a_checkpoint_replaced_in_mid_load_loads_while_its_objects_exist(tear, r
     torn.proxy.before(torn.meant, torn.replace)
     reports = [outcome.value for outcome in torn.load(read_once)]
     assert len({report.commit_id for report in reports}) == 1
-
-
-@pytest.mark.parametrize("kept", ["small"], indirect=True)
-@pytest.mark.parametrize("end", ["_COMMIT", ".msgpack"])
-@pytest.mark.parametrize("how", [tampering.flipped(50)], ids=["flip"])
-def test_marker_and_index_are_read_again_before_they_are_called_corrupt(torn, how, end):
-    torn.proxy.tamper(how, lambda asked: asked.key.endswith(end), times=1)
-    for outcome in torn.load(read_once=True):
-        assert not outcome.failed, outcome
-    torn.proxy.tamper(how, lambda asked: asked.key.endswith(end))
-    error = torn.error(read_once=True)
-    assert type(error) is CheckpointCorruptError, error
-    assert error.object_key is not None and error.object_key.endswith(end)

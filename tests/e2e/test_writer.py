@@ -24,6 +24,7 @@ import dcp_objstore as dos
 from dcp_objstore.errors import PermissionDeniedError, SaveInProgressError, UnsupportedError
 from dcp_objstore.stores import open_store
 from dcp_objstore.write.staging.state import staging_memory
+from tests.support.campaign import cases
 from tests.support.checkpoints import (
     HookPlanner,
     Options,
@@ -96,7 +97,7 @@ def save_async_in_a_row(
     return made
 
 
-@pytest.mark.parametrize("kind", ["thread", "process"])
+@pytest.mark.parametrize("kind", cases(["thread", "process"], default=["thread"]))
 @pytest.mark.backends("seaweed")
 def test_async_saves_in_a_row_commit_the_states_of_their_calls_in_the_memory_of_one(bucket, kind):
     made = run_ranks(

@@ -88,14 +88,14 @@ def test_requests_grow_with_what_is_loaded_as_the_window_or_the_setting_allows(m
 
 
 def test_streams_are_settled_if_any_destination_is_on_a_device(monkeypatch):
-    store, checkpoint = opened({"t": torch.arange(5.0)})
+    store, checkpoint = opened({"t": torch.arange(5.0), "u": torch.arange(5.0)})
     settled = Mock()
     monkeypatch.setattr(session, "wait_for_streams", settled)
     monkeypatch.setattr(session, "lanes_into", lambda _: {})
     monkeypatch.setattr(session, "check_destination", Mock())
     for device, often in (("cpu", 0), ("meta", 1)):
-        planned = plan_load(checkpoint, [item("t", (5,))], verify=True)
-        load(store, planned, [torch.zeros(5, device=device)])
+        planned = plan_load(checkpoint, [item("t", (5,)), item("u", (5,))], verify=True)
+        load(store, planned, [torch.zeros(5), torch.zeros(5, device=device)])
         assert settled.call_count == often
 
 
