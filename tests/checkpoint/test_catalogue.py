@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -25,24 +24,13 @@ from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.marker import new_id
 from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY, data_key, index_key, new_nonce
 from dcp_objstore.errors import RetryableError
-from tests.support.memory_store import BucketStore, MemoryStore, TickingClock
+from tests.support.memory_store import Below, MemoryStore, TickingClock
 from tests.support.upkeep import finish, upload
 
 
 @pytest.fixture
 def run() -> MemoryStore:
     return MemoryStore("memory://test/run")
-
-
-class Below(BucketStore):
-    """A prefix of a run, which records its requests."""
-
-    def __init__(self, run: MemoryStore, name: str) -> None:
-        super().__init__(run.bucket, f"{run.url}/{name}", f"{name}/")
-        self._run = run
-
-    def _request(self, verb: str, key: str, effect: Callable[[], Any]) -> Any:
-        return self._run._request(verb, key, effect)
 
 
 def save(run: MemoryStore, *names: str, claim: int = 0) -> None:

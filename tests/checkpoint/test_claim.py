@@ -49,12 +49,11 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.protocol import Version
 from tests.support.memory_store import (
     DELAYED,
     LOST,
     UNANSWERED,
-    BucketStore,
+    Below,
     MemoryStore,
     Put,
     TickingClock,
@@ -86,7 +85,7 @@ class Process:
         self.meeting = self.asked + number, act
 
     def at(self, name: str) -> Below:
-        return Below(self, name)
+        return Below(self.run, name, self.ask)
 
     def ask(self, do: Callable[[], Any]) -> Any:
         with self._lock:
@@ -100,21 +99,6 @@ class Process:
         if self.asked == self.last:
             raise Dead
         return answer
-
-
-class Below(BucketStore):
-    """A prefix of the run, as one process sees it."""
-
-    def __init__(self, process: Process, name: str) -> None:
-        url = f"{process.run.url}/{name}".rstrip("/")
-        super().__init__(process.run.bucket, url, f"{name}/" if name else "")
-        self._process = process
-
-    def put(self, key: str, data: Any, **settings: Any) -> Version:
-        return self._process.ask(lambda: self._process.run.put(self.root + key, data, **settings))
-
-    def _request(self, verb: str, key: str, effect: Callable[[], Any]) -> Any:
-        return self._process.ask(lambda: self._process.run._request(verb, key, effect))
 
 
 class Job:

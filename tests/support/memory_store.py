@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from enum import Enum, auto
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 
@@ -347,3 +347,23 @@ class MemoryStore(BucketStore):
         elif verb == "delete" and self.on_delete:
             self.on_delete(key)
         return effect()
+
+
+class Below(BucketStore):
+    """A prefix of a `MemoryStore`, for somebody whose requests all pass through `ask`."""
+
+    def __init__(
+        self,
+        store: MemoryStore,
+        name: str,
+        ask: Callable[[Callable[[], Any]], Any] = lambda request: request(),
+    ) -> None:
+        url = f"{store.url}/{name}".rstrip("/")
+        super().__init__(store.bucket, url, f"{name}/" if name else "")
+        self._store, self._ask = store, ask
+
+    def put(self, key: str, data: Buffer | Sequence[Buffer], **settings: Any) -> Version:
+        return self._ask(lambda: self._store.put(self.root + key, data, **settings))
+
+    def _request(self, verb: str, key: str, effect: Callable[[], T]) -> T:
+        return self._ask(lambda: self._store._request(verb, key, effect))
