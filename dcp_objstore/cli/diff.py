@@ -14,7 +14,7 @@ import typer
 
 import dcp_objstore as dos
 from dcp_objstore.cli.options import Checkpoint, Json, Keys, TrustPickle, chosen
-from dcp_objstore.cli.terminal import columns, json_text, say
+from dcp_objstore.cli.terminal import columns, print_json, say
 from dcp_objstore.observe.report import counted, size_text
 
 _DIFFERENT_STATUS = 1
@@ -46,17 +46,11 @@ def print_diff(
         trust_pickle=trust_pickle,
     )
     if as_json:
-        values = [
-            {
-                "key": difference.key,
-                "is_known": difference.is_known,
-                "value": _plain(difference.value),
-                "other_value": _plain(difference.other_value),
-            }
-            for difference in report.values
-        ]
-        fields = dataclasses.asdict(dataclasses.replace(report, values=()))
-        print(json_text({"same": report.same, **fields, "values": values}))
+        values = tuple(
+            dataclasses.replace(one, value=_plain(one.value), other_value=_plain(one.other_value))
+            for one in report.values
+        )
+        print_json(dataclasses.replace(report, values=values), same=report.same)
     else:
         _print(report)
     if not report.same:

@@ -7,15 +7,19 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import NoReturn
 
+from dcp_objstore.cli.options import chosen
 from dcp_objstore.cli.terminal import say
 from dcp_objstore.errors import (
+    CheckpointNotFoundError,
     CorruptDataError,
     DcpObjstoreError,
     InputError,
     LostRaceError,
     RetryableError,
+    add_advice,
     one_line,
 )
 
@@ -33,6 +37,8 @@ Exit status:
 Example: dcp-objstore ls file:///tmp/run
 """
 
+# The names beside a URL at which nothing is are taken from this many keys, at most.
+_KEYS_BESIDE = 10_000
 _UNEXPECTED = 1
 DAMAGED_STATUS = 4
 _STATUSES: tuple[tuple[type[DcpObjstoreError], int], ...] = (
@@ -80,6 +86,9 @@ def exits() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except DcpObjstoreError as error:
+        if isinstance(error, CheckpointNotFoundError) and error.url is not None:
+            with suppress(DcpObjstoreError):  # such as no right to list
+                _propose(error, error.url)
         notes = getattr(error, "__notes__", ())
         fail(f"{type(error).__name__}: {error}", status_of(error), notes)
     except KeyboardInterrupt as error:
@@ -99,6 +108,29 @@ def exits() -> Iterator[None]:
         for number, handler in before.items():
             if handler is not None:  # None: Python did not install it, so it cannot do it again
                 signal.signal(number, handler)
+
+
+def _propose(error: DcpObjstoreError, url: str) -> None:
+    """Add the URLs most like this one, if nothing is there. A bounded listing of each prefix above.
+
+    The nearest prefix at which something is decides.
+    """
+    from difflib import get_close_matches  # --help needs neither
+
+    from dcp_objstore.stores import StoreSpec
+
+    names: set[str] = set()
+    spec = StoreSpec(url, chosen())
+    above, name = spec.parent()
+    while above is not None and not names:
+        keys = (meta.key for meta in islice(above.open().list(), _KEYS_BESIDE))
+        names.update(key.partition("/")[0] for key in keys if "/" in key)
+        near = [] if name in names else get_close_matches(name, sorted(names))
+        if near:
+            below = spec.url[len(above.url) + 1 + len(name) :]
+            urls = [f"'{above.child(one).url}{below}'" for one in near]
+            add_advice(error, f"did you mean {' or '.join(urls)}?")
+        above, name = above.parent()
 
 
 class _Ended(KeyboardInterrupt):

@@ -43,10 +43,7 @@ def print_runs(folder: Folder, as_json: JsonLines = False) -> None:
         say("no copies")
 
 
-def remove_runs(
-    folder: Folder,
-    as_json: JsonLines = False,
-) -> None:
+def remove_runs(folder: Folder, as_json: JsonLines = False) -> None:
     """Remove the copies of all runs that no process uses.
 
     The store has everything, so no checkpoint is lost: the next job reads it from there.

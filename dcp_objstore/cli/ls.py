@@ -81,19 +81,11 @@ def _lines(listing: dos.reports.Listing) -> Iterator[_Line]:
             yield (
                 entry.state,
                 size_text(entry.total_bytes),
-                _number(entry.world_size),
+                "-" if entry.world_size is None else str(entry.world_size),
                 age(entry.created_at),
                 entry.name or entry.url.rpartition("/")[2],
                 _notes(entry),
             )
-
-
-def _number(value: int | None) -> str:
-    return "-" if value is None else str(value)
-
-
-def _pinned(entry: dos.reports.ListedCheckpoint) -> str:
-    return f"pinned: {', '.join(entry.pins)}" if entry.pins else ""
 
 
 def _notes(entry: dos.reports.ListedCheckpoint) -> str:
@@ -105,7 +97,8 @@ def _notes(entry: dos.reports.ListedCheckpoint) -> str:
     named = metrics if isinstance(metrics, dict) else {"metrics": metrics}
     notes.pop("step", None)  # the name says it
     shown = ", ".join(f"{name} {_figure(value)}" for name, value in {**named, **notes}.items())
-    return "; ".join(filter(None, (_pinned(entry), shown)))
+    pinned = f"pinned: {', '.join(entry.pins)}" if entry.pins else ""
+    return "; ".join(filter(None, (pinned, shown)))
 
 
 def _figure(value: object) -> str:

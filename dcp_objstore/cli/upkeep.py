@@ -170,9 +170,7 @@ def _print_sweep(report: dos.reports.SweepReport, grace: str) -> None:
     say(f"{counted(len(report.checkpoints), 'checkpoint')} looked at, nothing to do at {clean}")
     older = f", older than {grace}" if report.deleted else ""
     say(f"{counted(report.deleted, 'object')} ({size_text(report.deleted_bytes)}) {removed}{older}")
-    if report.url.startswith("memory:"):
-        pass  # a memory store has no unfinished uploads
-    elif report.uploads_unseen is None:
+    if report.uploads_unseen is None:
         uploads = counted(report.uploads_aborted, "unfinished upload")
         young = sum(checkpoint.uploads_young for checkpoint in report.checkpoints)
         in_progress = f"; {young} in progress, or younger than {grace}" if young else ""

@@ -30,7 +30,7 @@ from dcp_objstore import torch_private
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.forking import PerProcess
-from dcp_objstore.observe.report import logger
+from dcp_objstore.observe.report import first_few, logger
 from dcp_objstore.threads import spawn
 
 _NOTED_AFTER_SECONDS = 1.0
@@ -191,7 +191,10 @@ def _current() -> _Call | None:
 
 
 def missing_ranks() -> str:
-    """Return which ranks have not come to this thread's call; "" if unknown."""
+    """Return which ranks were not seen in this thread's call; "" if unknown.
+
+    A rank may be healthy, and in the call for less than the second after which it leaves a note.
+    """
     call = _current()
     if call is not None:
         with contextlib.suppress(Exception):  # the store may have gone with a rank
@@ -208,9 +211,7 @@ def shown(ranks: Sequence[int]) -> str:
         else:
             ranges.append([rank, rank])
     texts = [f"{low}" if low == high else f"{low} to {high}" for low, high in ranges]
-    if len(texts) > _RANGES_SHOWN:
-        texts[_RANGES_SHOWN:] = [f"and others, {len(ranks)} in all"]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {first_few(texts, _RANGES_SHOWN)}"
 
 
 def _place(thread: int) -> str:

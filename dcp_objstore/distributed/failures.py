@@ -18,6 +18,7 @@ from dcp_objstore.distributed.groups import gone_error, has_gone, is_first
 from dcp_objstore.distributed.plugin import plugin_errors, typed
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, RankFailedError
+from dcp_objstore.observe.report import first_few
 
 T = TypeVar("T")
 
@@ -91,7 +92,7 @@ def typed_failures(
             for number, (failure, _) in sorted(error.failures.items())
         }
         _free_locals(error, handled)
-        _raise_lowest(failures, url)
+        _raise_lowest(failures, url, gone=has_gone(group))
     except DcpObjstoreError:
         raise
     except Exception as error:
@@ -101,9 +102,10 @@ def typed_failures(
             raise
         # Every rank's own failure arrives as a CheckpointException; what is left is torch
         # reporting that a collective failed, in terms of sockets, which the traceback shows.
-        who = missing_ranks()
+        unseen = missing_ranks()
         raise RankFailedError(
-            f"{who or 'a rank'} died, did not make this call, or did not answer in time",
+            "a rank died, did not make this call, or did not answer in time"
+            + (f" (not seen in this call: {unseen})" if unseen else ""),
             rank=current_rank(),
             url=url,
             advice=advice,
@@ -227,11 +229,6 @@ def from_all(value: T, url: str | None, group: dist.ProcessGroup | None) -> list
     return values
 
 
-def on_any(holds: bool, url: str | None, group: dist.ProcessGroup | None) -> bool:
-    """Return whether `holds` is true on any rank of the group. A collective."""
-    return any(from_all(holds, url, group))
-
-
 def global_rank(number: int, group: dist.ProcessGroup | None) -> int:
     """Return the global rank of a rank that is numbered within the group."""
     if group is None or has_gone(group):
@@ -239,7 +236,9 @@ def global_rank(number: int, group: dist.ProcessGroup | None) -> int:
     return dist.get_global_rank(group, number)
 
 
-def _raise_lowest(failures: dict[int, BaseException], url: str | None) -> NoReturn:
+def _raise_lowest(
+    failures: dict[int, BaseException], url: str | None, *, gone: bool = False
+) -> NoReturn:
     own = failures.get(current_rank() or 0)
     if own is not None and not isinstance(own, Exception):
         raise own  # such as Ctrl-C on this rank; the code below raises it on the other ranks
@@ -249,11 +248,11 @@ def _raise_lowest(failures: dict[int, BaseException], url: str | None) -> NoRetu
         for number, failure in failures.items()
         if number != first
     ]
-    if len(others) > _OTHERS_SHOWN:
-        others[_OTHERS_SHOWN:] = [f"{len(others) - _OTHERS_SHOWN} more"]
-    suffix = f" (also failed: {', '.join(others)})" if others else ""
+    suffix = f" (also failed: {first_few(others, _OTHERS_SHOWN)})" if others else ""
     if not isinstance(cause, DcpObjstoreError):
         cause = typed(cause, first, url)
+    if gone and isinstance(cause, RankFailedError):  # torch's, which knows nothing of that group
+        raise gone_error(url) from cause
     # The error may have the rank within the group; replace it by the global rank.
     _raise_copy(cause, suffix, rank=first, url=url)
 
@@ -261,12 +260,13 @@ def _raise_lowest(failures: dict[int, BaseException], url: str | None) -> NoRetu
 def _raise_copy(
     error: DcpObjstoreError, suffix: str = "", rank: int | None = None, url: str | None = None
 ) -> NoReturn:
+    # In no variable: the frame would keep the error that keeps it.
     raise (
-        extended(error, suffix, rank).at(url=url).with_traceback(error.__traceback__)
+        _extended(error, suffix, rank).at(url=url).with_traceback(error.__traceback__)
     ) from error.__cause__
 
 
-def extended(error: DcpObjstoreError, suffix: str, rank: int | None = None) -> DcpObjstoreError:
+def _extended(error: DcpObjstoreError, suffix: str, rank: int | None) -> DcpObjstoreError:
     """Return a copy with `suffix` added to its message; the original may be raised again."""
     longer = copy.copy(error)
     longer.message += suffix

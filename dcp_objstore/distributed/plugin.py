@@ -44,16 +44,11 @@ def plugin_errors(rank: int | None, url: str | None) -> Iterator[None]:
 
 def typed(error: BaseException, rank: int | None, url: str | None) -> DcpObjstoreError:
     """Return the error, or a RankFailedError with its text, with rank and URL filled in."""
-    if isinstance(error, ValueError) and _NO_GROUP in str(error):
-        from dcp_objstore.distributed.groups import gone_error  # it imports torch
-
-        error = gone_error(url)
-    elif not isinstance(error, DcpObjstoreError):
+    if not isinstance(error, DcpObjstoreError):
         error = RankFailedError(f"{type(error).__name__}: {error}")
     return error.at(rank=rank, url=url)
 
 
-_NO_GROUP = "Default process group has not been initialized"
 _PLAIN_DATA = (
     "save plain data in its place, or an object with state_dict and load_state_dict, or leave it"
     " out of the state"

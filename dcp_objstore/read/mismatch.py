@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from dcp_objstore.errors import StateMismatchError, printable
+from dcp_objstore.observe.report import counted
 from dcp_objstore.state.stored import constant_name
 
 if TYPE_CHECKING:
@@ -20,18 +21,19 @@ OnDtype: TypeAlias = Literal["warn", "error"]
 SHOWN_KEYS = 10
 
 
-def mismatch(summary: str, lines: Sequence[str]) -> StateMismatchError:
+def mismatch(summary: str, lines: Sequence[str], keys: int | None = None) -> StateMismatchError:
     """Return the error that says what is wrong, and lists the first keys.
 
     Args:
         summary: what is wrong.
         lines: a line for each key.
+        keys: the number of keys, if a line may stand for several.
     """
     lines = list(map(printable, lines))
+    keys = len(lines) if keys is None else keys
     more = f"\n  ... and {len(lines) - SHOWN_KEYS} more" if len(lines) > SHOWN_KEYS else ""
-    count = "1 key" if len(lines) == 1 else f"{len(lines)} keys"
     shown = "\n  ".join(lines[:SHOWN_KEYS])
-    return StateMismatchError(f"{summary} in {count}:\n  {shown}{more}")
+    return StateMismatchError(f"{summary} in {counted(keys, 'key')}:\n  {shown}{more}")
 
 
 def refuse_other_dtypes(tensors: Iterable[tuple[str, str, torch.dtype]]) -> None:

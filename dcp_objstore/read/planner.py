@@ -196,7 +196,8 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
             missing = _missing(self.state_dict, self._saved)
             if missing:
                 advice = _OF_TORCH if self._asks_by_number(missing) else _renaming(asked, saved)
-                error = mismatch("the checkpoint does not have what the state asks for", missing)
+                text = "the checkpoint does not have what the state asks for"
+                error = mismatch(text, missing, len(self.state_dict.keys() - saved.keys()))
                 error.advice = advice or "strict=False leaves such values as they are"
                 raise error from None
             raise

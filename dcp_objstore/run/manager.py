@@ -445,7 +445,8 @@ class CheckpointManager:
         self._steps_unasked += self._preempted
         if self._steps_unasked == _STEPS_UNASKED:
             logger.warning(
-                "%s: this job must end, and %d steps later no one asked run.preempted()",
+                "%s: this job must end, but its loop has not asked run.preempted() for %d steps;"
+                " leave the loop once it returns True",
                 self._url,
                 _STEPS_UNASKED,
             )

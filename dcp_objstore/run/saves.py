@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.checkpoint.read import read_marker
-from dcp_objstore.distributed.failures import capture, from_first, on_any, on_first, raise_on_all
+from dcp_objstore.distributed.failures import capture, from_all, from_first, on_first, raise_on_all
 from dcp_objstore.distributed.groups import is_first
 from dcp_objstore.distributed.plugin import typed
 from dcp_objstore.distributed.ranks import current_rank
@@ -199,7 +199,7 @@ class RunSaves:
         raise_on_all(refused, self._url, self._group, same=same)
         if (pending := self._pending) is not None:  # on all ranks: they begin the same saves
             # Ranks see the end of a save at different times.
-            if on_busy != "wait" and on_any(not self.is_idle(), self._url, self._group):
+            if on_busy != "wait" and any(from_all(not self.is_idle(), self._url, self._group)):
                 if on_busy == "raise":
                     number, handle, _ = pending
                     raise SaveInProgressError(f"step {number} is still being saved", url=handle.url)

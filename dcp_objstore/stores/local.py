@@ -191,6 +191,9 @@ class LocalStore(BaseStore[Path]):
         self, path: Path, write: Callable[[int], None], precondition: Precondition | None
     ) -> Version:
         _make_folder(path.parent)
+        if path.is_dir():
+            what = f"{str(path)!r} is a folder, where a file is needed"
+            raise errors.InputError(what, advice="choose another URL, or move the folder away")
         temporary = path.parent / temporary_name(path.name)
         try:
             status = _write_synced(temporary, write)

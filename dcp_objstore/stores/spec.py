@@ -368,14 +368,10 @@ def open_bucket_uploads(spec: StoreSpec) -> S3Uploads:
     url = spec.parsed
     if url.scheme in ("file", "memory"):
         raise UnsupportedError(f"{url.scheme}:// has no multipart uploads")
-    if url.scheme == "az":
-        raise UnsupportedError(
-            "unfinished uploads to az:// cannot be listed; Azure removes them after a week"
-        )
     if url.scheme != "s3":
-        raise UnsupportedError(
-            f"unfinished uploads to {url.scheme}:// cannot be listed; a lifecycle rule removes them"
-        )
+        by = "by Azure after a week" if url.scheme == "az" else "by a lifecycle rule"
+        what = f"unfinished uploads to {url.scheme}:// cannot be listed; they are removed {by}"
+        raise UnsupportedError(what)
     if importlib.util.find_spec("boto3") is None:
         raise UnsupportedError(
             "boto3 is not installed, which lists unfinished uploads: pip install 'dcp-objstore[s3]'"

@@ -20,6 +20,7 @@ from dcp_objstore.cli.exits import exits, status_of
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.run.upkeep import delete
 from dcp_objstore.stores import open_store
+from dcp_objstore.stores.local import LocalStore
 from tests.support.command_line import on_terminal, run, run_here
 
 
@@ -246,6 +247,29 @@ def test_ls_of_what_is_not_there_or_damaged_says_so(tmp_path):
     for done in (nothing, damaged):
         assert len(done.stderr.splitlines()) == 1
         assert done.stdout == ""
+
+
+def test_a_url_at_which_nothing_is_gets_the_urls_most_like_it(tmp_path, monkeypatch):
+    save_step(f"file://{tmp_path}/first-run/step-10")
+    for wrong, right in (
+        ("frist-run", "first-run"),
+        ("frist-run/step-10", "first-run/step-10"),
+        ("first-run/step-1O", "first-run/step-10"),
+    ):
+        for command in ("ls", "inspect"):
+            said = run_here(command, f"file://{tmp_path}/{wrong}").stderr
+            assert f"did you mean 'file://{tmp_path}/{right}'?" in said
+    save_step(f"file://{tmp_path}/first-run-2/step-10")
+    for name in ("other", "first-run"):  # a run, which is no checkpoint
+        assert "did you mean" not in run_here("inspect", f"file://{tmp_path}/{name}").stderr
+
+    def refuse(*_: object) -> None:
+        raise errors.PermissionDeniedError("403")
+
+    monkeypatch.setattr(LocalStore, "_list", refuse)
+    done = run_here("inspect", f"file://{tmp_path}/frist-run")
+    assert done.returncode == 2
+    assert "CheckpointNotFoundError" in done.stderr
 
 
 def test_ls_goes_on_after_a_damaged_step_and_says_so(tmp_path):

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.torch_version import TorchVersion
 
 import dcp_objstore as dos
+from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.errors import DcpObjstoreError
 from tests.support.ranks import run_ranks
 
@@ -46,6 +47,12 @@ def kept_by_failed_calls(rank: int, world: int, folder: str) -> list[str]:
         if tensor() is not None:
             kept.append(name)
     return kept
+
+
+def test_torchs_words_alone_do_not_make_a_group_one_that_was_destroyed():
+    text = "Default process group has not been initialized, please make sure to call"
+    with pytest.raises(dos.errors.RankFailedError, match=text), plugin_errors(0, None):
+        raise ValueError(text)
 
 
 @pytest.mark.skipif(

@@ -356,13 +356,17 @@ def test_a_filter_that_raises_does_not_hide_why_a_save_of_dcp_failed(monkeypatch
 
 
 def destroy_too_early(rank: int, world: int, url: str, when: str) -> list[Any]:
-    """Destroy the group while the save is about to begin, or uploads; how the save ended."""
+    """Destroy the group while the save is about to begin, plans, or uploads; how it ended."""
     reached, go_on = threading.Event(), threading.Event()
-    held = {"begins": (Staging, "finish"), "uploads": (LocalStore, "put")}[when]
+    held = {
+        "begins": (Staging, "finish"),
+        "plans": (write_planner.AgreeingSavePlanner, "take"),
+        "uploads": (LocalStore, "put"),
+    }[when]
     whole: Any = getattr(*held)
 
     def pause(*args: Any, **settings: Any) -> Any:
-        if when == "begins" or args[1].endswith(".distcp"):
+        if when != "uploads" or args[1].endswith(".distcp"):
             reached.set()
             assert go_on.wait(30)
         return whole(*args, **settings)
@@ -375,14 +379,14 @@ def destroy_too_early(rank: int, world: int, url: str, when: str) -> list[Any]:
         handle = dos.async_save(state, url, wait_for_staging=False, config=config)
         assert reached.wait(30)
         dist.barrier()
-        if when == "uploads" or rank == 1:  # on one rank, which the other is told
+        if when != "begins" or rank == 1:  # on one rank, which the other is told
             dist.destroy_process_group()
         go_on.set()
         error = handle.exception(60)
     return [type(error), str(error)]
 
 
-@pytest.mark.parametrize("when", ["begins", "uploads"])
+@pytest.mark.parametrize("when", ["begins", "plans", "uploads"])
 def test_a_save_whose_process_group_was_destroyed_fails_and_commits_no_part(tmp_path, when):
     url = f"file://{tmp_path}/step"
     ended = run_ranks(2, destroy_too_early, url, when, timeout_seconds=120)

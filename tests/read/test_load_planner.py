@@ -262,8 +262,9 @@ def test_a_rank_asks_for_its_own_value_or_for_all(monkeypatch, rank, wants_all):
 
 
 def test_a_part_of_the_state_that_is_missing_is_named_once():
-    text = refusal({"w": 1, "plan.a": 1, "plan.b": 1}, saved({"w": 1}))
-    assert "in 1 key:\n  plan: none of its 2 keys" in text
+    text = refusal({"w": 1, "plan.a": 1, "plan.b": 1, "v": 1}, saved({"w": 1}))
+    assert "in 3 keys:\n  plan: none of its 2 keys" in text
+    assert "\n  v: not in the checkpoint" in text
     text = refusal({"net.w": 1, "net.v": 1}, saved({"model.w": 1, "model.v": 1}))
     assert 'rename=[("^model[.]", "net.")]' in text
     text = refusal({"net.w": 1, "model.w": 1}, saved({"model.w": 1}))

@@ -752,18 +752,25 @@ def test_a_manager_that_nobody_has_closed_catches_no_signals_once_it_is_gone(url
         threading.Event().wait(0.01)
 
 
-def test_a_check_of_ones_own_ends_the_job_without_a_save_where_none_is_wanted(url, caplog):
+def test_a_loop_that_does_not_ask_whether_it_must_end_is_told_so_once(url, caplog):
+    with noticed_at_each_step(), dos.CheckpointManager(url) as run:
+        os.kill(os.getpid(), signal.SIGTERM)
+        for step in range(1, 31):
+            run.step(step, state(step))
+            if step == 10:
+                assert run.preempted()
+                assert "has not asked" not in caplog.text
+    assert names(url) == ["step-1", "step-30"]
+    assert caplog.text.count("has not asked run.preempted()") == 1
+
+
+def test_a_check_of_ones_own_ends_the_job_without_a_save_where_none_is_wanted(url):
     preemption = dos.Preemption(check=lambda: True, signals=(), save=False)
     with dos.CheckpointManager(url, preemption=preemption) as run:
         step = 1
         while not run.preempted():
             run.step(step, state(step))
             step += 1
-        for later in range(9):
-            run.step(step + later, state(step))
-        assert "no one asked" not in caplog.text
-        run.step(step + 9, state(step))
-        assert "no one asked run.preempted()" in caplog.text
     assert names(url) == [], "nor on leaving"
 
 

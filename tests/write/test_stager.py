@@ -123,12 +123,12 @@ def test_a_thread_that_waits_sees_each_way_in_which_a_save_may_end(threads):
 
 def test_a_save_loses_its_ranks_only_in_its_own_thread_and_group(monkeypatch):
     state = stage({"t": torch.ones(1)})
-    save = background_save(state)
     monkeypatch.setattr(stager, "has_gone", lambda group: gone)
     monkeypatch.setattr(stager, "count_ranks", lambda group: ranks)
     for here in (True, False):
         for gone in (True, False):
             for ranks in (1, 2):
+                save = background_save(state)
                 save.thread = threading.current_thread() if here else None
                 assert save.has_lost_ranks() == (here and gone and ranks == 2)
 

@@ -49,6 +49,7 @@ class _BackgroundSave:
         self.thread: threading.Thread | None = None
         self.staged_in = threading.current_thread()
         self._group = world_group()
+        self._ranks = count_ranks(self._group)  # torch does not tell it of a group that has gone
         self._before = weakref.WeakSet(threading.enumerate())
         self._in_child = False
         self._dropped = threading.Event()
@@ -74,7 +75,7 @@ class _BackgroundSave:
     def has_lost_ranks(self) -> bool:
         """Whether this thread runs the save, and its process group was destroyed."""
         runs_here = self.thread is threading.current_thread()
-        return runs_here and has_gone(self._group) and count_ranks(self._group) > 1
+        return runs_here and has_gone(self._group) and self._ranks > 1
 
     def wait(self, timeout_seconds: float | None) -> bool:
         """Wait for the end of the save; return whether it has ended within the time-out."""
