@@ -32,6 +32,7 @@ from dcp_objstore.errors import (
     UntrustedPickleError,
 )
 from dcp_objstore.read.stored_checkpoint import _MAX_UNEXPLAINED_BYTES
+from tests.support import hostile, hostile_cases  # noqa: F401 - registers the cases
 from tests.support.checkpoints import cause
 from tests.support.ranks import run_ranks
 from tests.support.states import ALL_DTYPES, same_bits, seeded
@@ -187,6 +188,16 @@ def test_a_bomb_is_refused_in_bounded_memory(limit):
         assert tracemalloc.get_traced_memory()[1] < 3 * limit + (8 << 20)
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "case", ["foreign value takes memory: packed, 128 MiB", "zstd: packed archive inside"]
+)
+def test_a_packed_archive_may_not_unpack_to_more_than_its_shape_or_a_value_has(tmp_path, case):
+    for key, body in hostile.CASES[case].build().items():
+        (tmp_path / key).write_bytes(body)
+    with pytest.raises(CheckpointCorruptError, match="unpack"):
+        dos.read_state_dict(tmp_path.as_uri(), progress=False)
 
 
 def test_a_frame_that_wants_too_much_history_is_refused():

@@ -241,6 +241,17 @@ def test_a_model_of_the_hub_loads_into_a_state_under_a_prefix(tmp_path):
     assert_same(state["model"], {**first, **second})
 
 
+def test_of_two_files_that_have_a_tensor_the_index_chooses(tmp_path):
+    hub, place = tmp_path / "hub", (tmp_path / "step-0").as_uri()
+    hub.mkdir()
+    save_file({"w": torch.ones(2)}, hub / "1.safetensors")
+    save_file({"w": torch.zeros(2), "v": torch.arange(3)}, hub / "2.safetensors")
+    weight_map = {"v": "2.safetensors", "w": "1.safetensors"}
+    (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    dos.import_checkpoint(hub, place, progress=False)
+    assert_same(dos.read_state_dict(place), {"w": torch.ones(2), "v": torch.arange(3)})
+
+
 def test_a_torch_file_that_is_no_zip_is_refused(tmp_path):
     source, place = tmp_path / "old.pt", (tmp_path / "step-0").as_uri()
     torch.save(training_state(), source, _use_new_zipfile_serialization=False)
@@ -270,6 +281,25 @@ def test_a_torch_file_of_packed_records_is_imported_right(tmp_path):
     repacked(source)
     dos.import_checkpoint(source, place, progress=False)
     assert_same(dos.read_state_dict(place), state)
+
+
+PACKED = hostile.archive(b"\x80\x02K\7.", {"data/0": b"x" * 99}, packed=True)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        hostile.v2(hostile.called("builtins.bytearray", hostile.long_number(2**33))),
+        hostile.claims(PACKED, b"archive/data/0", 3 << 30),
+    ],
+    ids=["bytearray(2**33)", "a record says 3 GiB"],
+)
+def test_a_torch_file_that_asks_for_what_no_save_needs_is_refused(body, tmp_path):
+    source, place = tmp_path / "hostile.pt", tmp_path / "step-0"
+    source.write_bytes(body)
+    with pytest.raises((CheckpointCorruptError, UntrustedPickleError)):
+        dos.import_checkpoint(source, place.as_uri(), progress=False)
+    assert not place.exists()
 
 
 def test_values_that_are_dicts_are_imported_as_they_are(tmp_path):
