@@ -483,18 +483,6 @@ def test_the_copy_is_gone_before_its_save_counts_as_ended(saves, monkeypatch):
     assert gone == [True, True]
 
 
-def test_two_calls_that_start_one_save_make_one_checkpoint(saves, monkeypatch):
-    runs: list[int] = []
-    monkeypatch.setattr(async_api._StagedSave, "_save", lambda self: runs.append(1))
-    save = async_api._StagedSave(
-        dos.ObjectStoreWriter(memory_url()), None, async_api.AgreeingSavePlanner
-    )
-    with ThreadPoolExecutor(2) as pool:
-        for one in [pool.submit(save.run) for _ in range(2)]:
-            one.result(30)
-    assert runs == [1]
-
-
 # The end of the program ---------------------------------------------------------------------------
 
 

@@ -246,16 +246,9 @@ def test_an_empty_value_in_the_base_does_not_matter(local):
     assert same_bits(loaded["t"], tensor)
 
 
-@pytest.mark.parametrize("way", ["staged", "raw"])
-def test_every_way_to_save_takes_a_base(way, local):
+def test_a_save_in_the_background_takes_a_base(local):
     save(local.at("step-1"))
-    if way == "staged":
-        report = dos.async_save(state(1), local.at("step-2"), base="latest").result()
-    else:
-        writer = dos.ObjectStoreWriter(local.at("step-2"), base=local.at("step-1"), progress=False)
-        dcp.save(state(1), storage_writer=writer, no_dist=True)
-        assert writer.last_save is not None
-        report = writer.last_save
+    report = dos.async_save(state(1), local.at("step-2"), base="latest").result()
     assert 16 * MIB < report.copied_bytes < 17 * MIB
     assert_holds(local.at("step-2"), None, 1)
 
@@ -519,17 +512,6 @@ def test_ranks_decide_alone_by_an_index_that_is_read_once(local):
     assert others == {"index": 0, "list": 0}
     want = {key: value for key, value in state(2).items() if isinstance(value, torch.Tensor)}
     assert_holds(f"{local.url}/step-2", None, want)
-
-
-def test_a_job_that_resumes_has_the_loaded_step_as_base(local):
-    with dos.CheckpointManager(local.url, base="latest", sweep=False) as run:
-        run.save(1, state())
-    resumed = state()
-    with dos.CheckpointManager(local.url, base="latest", sweep=False) as run:
-        assert run.load(resumed) == 1
-        report = run.save(2, state(1))
-    assert 16 * MIB < report.copied_bytes < 17 * MIB
-    assert_holds(f"{local.url}/step-2", None, 1)
 
 
 def test_a_base_that_is_named_is_that_of_every_save(local):

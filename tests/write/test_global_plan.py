@@ -297,17 +297,6 @@ def test_an_error_in_the_plan_of_all_ranks_has_the_url():
         plan_all(value("v"), value("v"), url="memory://x/2")
 
 
-def test_an_error_in_the_state_of_a_state_is_that_of_the_save(tmp_path):
-    outer = Outer()
-    with (
-        patch.object(outer.net, "state_dict", side_effect=OSError("no disk")),
-        pytest.raises(dos.errors.RankFailedError, match="OSError: no disk") as caught,
-    ):
-        dos.save({"a": outer}, tmp_path.as_uri(), progress=False)
-    assert (caught.value.url, caught.value.rank) == (tmp_path.as_uri(), 0)
-    assert not (tmp_path / "_COMMIT").exists()
-
-
 # --- an unchanged layout ---
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
-from dcp_objstore.checkpoint.names import is_beacon_key, parse_data_key
+from dcp_objstore.checkpoint.names import parse_data_key
 from dcp_objstore.config import MIB, TransferConfig
-from dcp_objstore.errors import UnsupportedError
-from tests.support.checkpoints import cause
 from tests.support.proxy import NetworkProxy
 from tests.support.ranks import run_ranks
 from tests.support.states import same_bits, seeded
@@ -78,15 +74,3 @@ def test_a_rank_writes_several_objects_in_order_and_all_verbs_know_them(bucket):
     gone = dos.delete(url, allow_newest=True, storage_options=options)
     assert gone.objects == 8
     assert bucket.keys("step-1") == ["_COMMIT"]
-
-
-def test_a_tensor_that_fits_no_object_is_refused_before_anything_is_sent():
-    state = {"fits": torch.ones(3), "huge": torch.zeros(1).expand(2**41)}  # no memory behind it
-    url = f"memory://large-{threading.get_ident()}/step-1"
-    with pytest.raises(dcp.api.CheckpointException) as caught:
-        dcp.save(state, storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
-    error = cause(caught.value)
-    assert isinstance(error, UnsupportedError)
-    assert error.key == "huge"
-    left = [meta.key for meta in dos.stores.open_store(url).list()]
-    assert all(map(is_beacon_key, left)), "DCP does not tell the writer that its plan was refused"

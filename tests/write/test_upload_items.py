@@ -23,7 +23,6 @@ from dcp_objstore.transfer.digests import block_digests
 from dcp_objstore.write import upload_items as uploading
 from dcp_objstore.write.layout import ChangedSlice, SizedItem
 from tests.support.checkpoints import memory_url
-from tests.support.wrapped_stores import RecordingStore, Request
 
 
 def test_values_come_first_then_small_tensors_then_large_ones_as_they_were_planned():
@@ -132,19 +131,6 @@ def test_a_store_that_is_full_is_told_of_with_what_the_rank_saves(through):
     state = {"a": torch.zeros(MIB // 4), "b": torch.zeros(MIB // 2)}
     with pytest.raises(StoreFullError, match=r"no room is left; this rank saves 3\.00 MiB"):
         dos.save(state, memory_url(), progress=False)
-
-
-def test_objects_are_numbered_in_their_order_and_all_are_reported(through):
-    requests: list[Request] = []
-    through(lambda store: RecordingStore(store, requests))
-    state = {f"{n}": torch.full((6 * MIB // 4,), float(n)) for n in range(3)}
-    config = dos.TransferConfig(part_size_bytes=5 * MIB, max_object_size_bytes=6 * MIB)
-    report = dos.save(state, url := memory_url(), progress=False, config=config)
-    sent = [one.key for one in requests if one.verb.startswith("put") and ".distcp" in one.key]
-    assert [key.split(".")[0] for key in dict.fromkeys(sent)] == ["__0_0", "__0_1", "__0_2"]
-    assert (report.objects, report.parts) == (3, 6)
-    found = dos.read_state_dict(url)
-    assert all(torch.equal(found[key], value) for key, value in state.items())
 
 
 @pytest.mark.parametrize(

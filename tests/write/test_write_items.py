@@ -124,15 +124,6 @@ def test_a_sharding_whose_items_are_kept_is_kept_too(world):
     assert kept() is None
 
 
-def test_only_the_latest_state_is_kept(world, made):
-    items, value = WriteItems(), state()
-    items.of(value, is_coordinator=True)
-    items.of({}, is_coordinator=True)
-    made.clear()
-    items.of(value, is_coordinator=True)
-    assert made == list(value)
-
-
 def test_a_second_async_save_makes_no_items_of_its_tensors(made):
     value = {"model": {f"{n}": torch.ones(n + 1) for n in range(5)}}
     url = f"memory://write-items/{secrets.token_hex(4)}"
