@@ -459,30 +459,21 @@ def test_a_worker_reads_the_answer_that_has_begun_and_waits_for_no_other(monkeyp
         if waiting:
             os.write(waiting.pop(max(waiting)), b"x")
 
-    class Body:
-        def __init__(self, start: int) -> None:
-            self.start, (self.begun, waiting[start]) = start, os.pipe()
-
-        def awaited(self) -> int:
-            return self.begun
-
-        def readinto(self, into: memoryview) -> None:
-            assert select.select([self.begun], [], [], 0)[0], "it would wait for ever"
-            into[:] = bytes([self.start]) * len(into)
-            read.append(self.start)
-            serve_next()
-
-        def close(self) -> None:
-            pass
-
     class OneAtATime(Stub):
         range_reading = RangeReading(ahead=True)
 
         def open_range(self, key: str, start: int, end: int) -> Any:
-            body = Body(start)
+            begun, waiting[start] = os.pipe()
+
+            def readinto(into: memoryview) -> None:
+                assert select.select([begun], [], [], 0)[0], "it would wait for ever"
+                into[:] = bytes([start]) * len(into)
+                read.append(start)
+                serve_next()
+
             if start == 20:
                 serve_next()
-            return body
+            return Mock(awaited=lambda: begun, readinto=readinto)
 
     consumed: dict[int, bytes] = {}
     load(
@@ -623,15 +614,13 @@ def test_no_worker_reaches_the_callers_memory_while_the_gate_closes():
         with gate.passed():
             entered.set()
 
-    class Body:
-        def cancel(self, *, at_once: bool) -> bool:
-            worker.start()
-            entered_meanwhile.append(entered.wait(0.1))
-            return False
+    def cancel(*, at_once: bool) -> bool:
+        worker.start()
+        entered_meanwhile.append(entered.wait(0.1))
+        return False
 
     worker = threading.Thread(target=enter)
-    body: Any = Body()
-    with gate.passed(body):
+    with gate.passed(Mock(cancel=cancel)):
         gate.close()
     worker.join(30)
     assert (entered_meanwhile, entered.is_set()) == ([False], True)
@@ -646,37 +635,29 @@ def test_nothing_is_received_in_place_any_more_once_a_download_has_failed(comes)
     raised, receiving = threading.Event(), threading.Barrier(3)
     written_after: list[bool] = []
 
-    class Body:
-        def __init__(self, start: int) -> None:
-            self.start, self.cancelled = start, raised if comes == "never" else threading.Event()
-
-        def readinto(self, into: memoryview) -> None:
-            if comes != "after":
-                receiving.wait(10)
-            if self.start:
-                assert self.cancelled.wait(10), "it would go on receiving"
-                time.sleep(0.002 * self.start)  # one ends after the other
-                written_after.append(raised.is_set())
-                raise InputError("the range is closed")
-
-        def awaited(self) -> None:
-            return None
-
-        def cancel(self, *, at_once: bool) -> bool:
-            assert not at_once  # else a transport that cannot be interrupted would ask again
-            if comes != "never":
-                self.cancelled.set()
-            return comes != "never"
-
-        def close(self) -> None:
-            pass
-
     class Opens(Stub):
         range_reading = RangeReading(ahead=True)
 
         def open_range(self, key: str, start: int, end: int) -> Any:
             assert not start or comes != "after" or raised.wait(10)
-            return Body(start)
+            cancelled = raised if comes == "never" else threading.Event()
+
+            def readinto(into: memoryview) -> None:
+                if comes != "after":
+                    receiving.wait(10)
+                if start:
+                    assert cancelled.wait(10), "it would go on receiving"
+                    time.sleep(0.002 * start)  # one ends after the other
+                    written_after.append(raised.is_set())
+                    raise InputError("the range is closed")
+
+            def cancel(*, at_once: bool) -> bool:
+                assert not at_once  # else a transport that cannot be interrupted would ask again
+                if comes != "never":
+                    cancelled.set()
+                return comes != "never"
+
+            return Mock(awaited=lambda: None, readinto=readinto, cancel=cancel)
 
     memory = memoryview(bytearray(15))
     with pytest.raises(ValueError, match="the caller's"):

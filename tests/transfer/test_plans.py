@@ -184,24 +184,14 @@ def test_a_load_of_a_far_store_may_have_64_requests_in_flight(gib):
     assert 8 * worker_count(AUTO_MOST, BLOCK_SIZE_BYTES, budget_bytes, reading, depth=8) == 64
 
 
-@pytest.mark.parametrize(
-    ("concurrency", "piece_mib", "budget_mib", "reading_mib", "depth", "workers"),
-    [
-        (8, 4, 128, 16, 1, 6),
-        (8, 4, 128, 4, 1, 8),
-        (8, 4, 40, 4, 1, 5),
-        (8, 4, 8, 16, 1, 1),
-        (8, 4, 128, 4, 2, 4),
-        (3, 4, 128, 4, 2, 2),
-        (8, 32, 128, 4, 1, 3),
-    ],
-)
-def test_a_budget_holds_a_piece_and_what_the_store_takes_of_each_worker(
-    concurrency, piece_mib, budget_mib, reading_mib, depth, workers
-):
-    reading = RangeReading(memory_bytes=reading_mib * MIB)
-    fitting = worker_count(concurrency, piece_mib * MIB, budget_mib * MIB, reading, depth=depth)
-    assert fitting == workers
+def test_a_budget_holds_a_piece_and_what_the_store_takes_of_each_worker():
+    def fitting(piece: int, budget: int, reading: int, concurrency: int = 8, depth: int = 1) -> int:
+        of_store = RangeReading(memory_bytes=reading * MIB)
+        return worker_count(concurrency, piece * MIB, budget * MIB, of_store, depth=depth)
+
+    assert [fitting(4, 128, 16), fitting(4, 8, 16)] == [6, 1]
+    assert [fitting(4, 128, 4), fitting(4, 40, 4), fitting(32, 128, 4)] == [8, 5, 3]
+    assert [fitting(4, 128, 4, depth=2), fitting(4, 128, 4, concurrency=3, depth=2)] == [4, 2]
 
 
 def test_the_largest_piece_is_a_block_or_a_larger_span_with_the_gap_before_it():

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -216,35 +217,29 @@ WRONG = b"\xff" * STEP
 
 @pytest.mark.parametrize("cancelled", [True, False])
 @pytest.mark.parametrize(
-    ("repeats", "memory", "depth", "room", "is_asked"),
+    ("case", "is_asked", "may_go_on"),
     [
-        (0, False, 1, True, True),
-        (1, False, 1, True, True),
-        (2, False, 1, True, False),  # twice is enough
-        (0, True, 1, True, True),
-        (0, False, 2, True, True),
-        (0, False, 1, False, True),
+        ({}, True, True),
+        ({"repeats": 1}, True, True),
+        ({"repeats": 2}, False, False),  # twice is enough
+        ({"memory": memoryview(bytearray(1))}, True, False),
+        ({"depth": 2}, True, False),
+        ({"_has_room": False}, True, False),
     ],
 )
 def test_a_slow_request_goes_to_another_worker_if_that_costs_only_a_workers_memory(
-    repeats, memory, depth, room, is_asked, cancelled
+    case, is_asked, may_go_on, cancelled
 ):
     """Who goes on waiting must not write to the caller's memory, and hold up no other request."""
-    asked: list[bool] = []
-
-    def cancel(*, at_once: bool) -> bool:
-        asked.append(at_once)
-        return cancelled
-
-    body = SimpleNamespace(cancel=cancel)
-    fetch: Any = SimpleNamespace(
-        repeats=repeats, memory=memory or None, body=body, is_handed_over=False
-    )
-    shared: Any = SimpleNamespace(depth=depth, _has_room=room)
-    may_go_on = not memory and depth == 1 and room
-    is_given_up = is_asked and (cancelled or may_go_on)
+    cancel = Mock(return_value=cancelled)
+    fetch: Any = SimpleNamespace(repeats=0, memory=None, body=Mock(cancel=cancel))
+    fetch.is_handed_over = False
+    shared: Any = SimpleNamespace(depth=1, _has_room=True)
+    for name, setting in case.items():
+        setattr(fetch if hasattr(fetch, name) else shared, name, setting)
+    repeats, is_given_up = fetch.repeats, is_asked and (cancelled or may_go_on)
     assert _Shared._give_up(shared, fetch) == is_given_up
-    assert asked == [not may_go_on] * is_asked
+    assert [call.kwargs for call in cancel.mock_calls] == [{"at_once": not may_go_on}] * is_asked
     assert fetch.repeats == repeats + is_given_up
     assert fetch.is_handed_over == (is_given_up and not cancelled)
 
@@ -333,39 +328,29 @@ class Load:
             for _ in ranges:
                 on_each()
 
-    def assert_whole(self) -> None:
-        assert sorted(self.consumed) == [request.start for request in REQUESTS]
-        assert np.array_equal(self.arrived, BODY)
-
-
-@pytest.mark.usefixtures("soon")
-def test_a_load_ends_without_the_late_answer_and_its_bytes_reach_no_tensor(holding):
-    load = Load(holding)
-    load.run()
-    assert holding.asked.count(HELD) == 2
-    assert len(holding.asked) == len(REQUESTS) + 1
-    holding.let_go.set()
-    assert holding.ended.wait(10)
-    join_downloads()
-    load.assert_whole()
-    assert limiter_of(holding).in_flight == 0
-    assert not holding.open
-
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("local", [(), (0,)])
-def test_a_late_answer_that_comes_before_the_second_one_ends_no_load(holding, local):
+@pytest.mark.parametrize("late", ["before the second answer", "after the load"])
+def test_a_late_answer_ends_no_load_and_its_bytes_reach_no_tensor(holding, late, local):
     def second(right: bytes) -> bytes:
-        holding.closed.clear()
-        holding.let_go.set()
-        assert holding.closed.wait(10)
+        if late == "before the second answer":
+            holding.closed.clear()
+            holding.let_go.set()
+            assert holding.closed.wait(10)
         return right
 
     holding.again = second
     load = Load(holding)
     load.run(local=local)
-    assert holding.asked.count(HELD) == 2
-    load.assert_whole()
+    assert sorted(holding.asked) == sorted([HELD, *(request.start for request in REQUESTS)])
+    holding.let_go.set()
+    assert holding.ended.wait(10)
+    join_downloads()
+    assert sorted(load.consumed) == [request.start for request in REQUESTS]
+    assert np.array_equal(load.arrived, BODY)
+    assert limiter_of(holding).in_flight == 0
+    assert not holding.open
 
 
 @pytest.mark.usefixtures("soon")
