@@ -157,16 +157,16 @@ class LosesUploads(WrappedStore):
 
 def test_an_upload_that_is_lost_is_begun_again_and_no_part_is_counted_twice():
     inner = memory_store()
-    store = LosesUploads(inner, times=2, after=12)
+    store = LosesUploads(inner, times=2, after=13)
     channel, heard = heard_channel()
     progress = Progress(60, channel)
     with channel.current():
-        upload(store, pieces_of(3 * PART, 2), progress)
+        upload(store, pieces_of(7 * PART, 5), progress, most=2)
     channel.flush()
-    assert inner.get("o", max_size_bytes=100)[0] == BODY[: 3 * PART].tobytes()
+    assert inner.get("o", max_size_bytes=100)[0] == BODY[: 7 * PART].tobytes()
     assert store.streams == 3
-    assert [part.part for part in of(PartUploaded, heard)] == [0, 1, 2]
-    assert progress.moved_bytes == 3 * PART
+    assert [part.part for part in of(PartUploaded, heard)] == [*range(7)]
+    assert progress.moved_bytes == 7 * PART
     assert [(one.attempt, one.object_key) for one in of(Retried, heard)] == [(2, "o"), (3, "o")]
 
 
@@ -241,11 +241,10 @@ def test_an_upload_that_makes_its_data_is_alive_and_ends_when_it_is_stopped():
 
     def play(buffers: Iterator[np.ndarray]) -> None:
         nonlocal now
-        for _ in range(2):  # what was taken to see whether it is one part
-            next(buffers)
+        held = [next(buffers), next(buffers)]  # taken before, to see whether it is one part
         for _ in range(3):
             now += 0.9
-            next(buffers)
+            held.append(next(buffers))
             progress.check_stalled("o")
         progress.stop(KeyboardInterrupt())
         next(buffers)
@@ -294,10 +293,13 @@ def test_an_upload_that_waits_for_its_turn_can_be_stopped(places):
     def begin(part: int, check: Callable[[], object]) -> None:
         progress.stop(KeyboardInterrupt())
         check()
+        went_on.append(part)
 
+    went_on: list[int] = []
     places.begin = begin
     with pytest.raises(KeyboardInterrupt):
         upload(Transport(list), pieces_of(2 * PART), progress)
+    assert not went_on
 
 
 @pytest.mark.parametrize(

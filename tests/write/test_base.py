@@ -581,10 +581,6 @@ def test_a_base_that_can_never_be_copied_from_is_refused():
         dos.ObjectStoreWriter(url, base="gs://bucket/run/step-1")
 
 
-def deleted(local: Folder) -> None:
-    dos.delete(local.at("base"))
-
-
 def damaged(local: Folder) -> None:
     (index,) = [key for key in local.keys("base") if parse_index_key(key)]
     local.flip_byte(f"base/{index}", 99)
@@ -597,49 +593,44 @@ def foreign(local: Folder) -> None:
     dcp.save({"a.0": state()["a.0"]}, storage_writer=writer, no_dist=True)
 
 
-def swept(local: Folder) -> None:
-    for key in local.keys("base"):
-        if key.endswith(".distcp"):
-            local.delete(f"base/{key}")
-
-
-def overwritten(local: Folder) -> None:
-    for key in local.keys("base"):
-        if key.endswith(".distcp"):
-            local.put(f"base/{key}", bytes(len(local.get(f"base/{key}"))))
-
-
-def framed(local: Folder) -> None:
-    """As by a torch with other framing."""
-    torch.serialization.set_crc32_options(not torch.serialization.get_crc32_options())
-
-
-def newer(local: Folder) -> None:
-    """With a dtype that this torch does not have."""
-    base_module.known_dtype = lambda name: None
+def data_of(local: Folder) -> str:
+    (key,) = [key for key in local.keys("base") if key.endswith(".distcp")]
+    return f"base/{key}"
 
 
 def huge(local: Folder) -> None:
-    """As with tensors that are larger than this machine's memory."""
-
     def fail(*_: Any) -> Any:
         raise RuntimeError("you tried to allocate 1 TiB")
 
-    base_module.tensor_frame = SimpleNamespace(**{**vars(tensor_frame), "frame": fail})  # type: ignore[assignment]
+    base_module.tensor_frame = SimpleNamespace(**{**vars(tensor_frame), "frame": fail})
 
 
-@pytest.mark.parametrize(
-    "harm", [deleted, damaged, foreign, swept, overwritten, framed, newer, huge, None]
-)
+HARMS: dict[str, Callable[[Folder], object]] = {
+    "deleted": lambda local: dos.delete(local.at("base")),
+    "damaged": damaged,
+    "foreign": foreign,
+    "swept": lambda local: local.delete(data_of(local)),
+    "overwritten": lambda local: local.put(data_of(local), bytes(len(local.get(data_of(local))))),
+    "as by a torch with other framing": lambda _: torch.serialization.set_crc32_options(
+        not torch.serialization.get_crc32_options()
+    ),
+    "with a dtype that this torch does not have": lambda _: setattr(
+        base_module, "known_dtype", lambda name: None
+    ),
+    "with tensors larger than this machine's memory": huge,
+}
+
+
+@pytest.mark.parametrize("harm", [*HARMS, "never there"])
 def test_whatever_the_base_is_all_is_saved_and_the_reason_told(harm, local, caplog, monkeypatch):
     options = torch.serialization.get_crc32_options()
     for name in ("known_dtype", "tensor_frame"):  # to be put back
         monkeypatch.setattr(base_module, name, getattr(base_module, name))
     url = local.at("base")
-    if harm is not None:
+    if harm in HARMS:
         save(url)
         save(local.at("other"))  # so that the base may be deleted
-        harm(local)
+        HARMS[harm](local)
     events = Heard()
     try:
         with caplog.at_level(logging.WARNING, logger="dcp_objstore"):
@@ -651,7 +642,7 @@ def test_whatever_the_base_is_all_is_saved_and_the_reason_told(harm, local, capl
     (told,) = of(NotCopied, events)
     assert told.base == url
     assert " ".join(told.reason.split()) in " ".join(caplog.text.split())
-    was_compared = harm in (swept, overwritten, framed, newer, huge)
+    was_compared = harm not in ("deleted", "damaged", "foreign", "never there")
     assert (16 * MIB < told.not_copied_bytes < 17 * MIB) == was_compared
 
 

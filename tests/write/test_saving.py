@@ -374,8 +374,7 @@ class ChangingStore(WatchedStore):
 
     def __init__(self, inner: ObjectStore, when: str, change: Callable[[], object]) -> None:
         super().__init__(inner)
-        self._when = when
-        self._change = change
+        self._when, self._change = when, change
 
     @contextlib.contextmanager
     def _around(self, request: Request) -> Iterator[None]:
@@ -391,53 +390,35 @@ class ChangingStore(WatchedStore):
         return super().put_stream(key, iter(held), **settings)
 
 
-@pytest.fixture(params=["put", "put_stream"])
-def save_changed(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str, str], torch.Tensor]:
-    """Saves a tensor that changes when it was hashed, before or after its bytes are sent."""
+@pytest.mark.parametrize("part_mib", [16, 5], ids=["put", "put_stream"])
+@pytest.mark.parametrize("when", ["before", "after", "never"])
+def test_a_tensor_that_changes_before_it_is_sent_fails_the_save_and_after_is_told(
+    when, part_mib, through, logged
+):
+    """If its bytes are not those of the digests, the checkpoint would never load."""
+    tensor, url, hashed = torch.zeros(3 * MIB), memory_url(), threading.Semaphore(0)
 
-    def save(url: str, when: str) -> torch.Tensor:
-        tensor = torch.zeros(3 * MIB)
-        hashed = threading.Semaphore(0)
+    def hear(event: AnyEvent) -> None:
+        for _ in range(event.size_bytes // MIB if isinstance(event, Hashed) else 0):
+            hashed.release()
 
-        def hear(event: AnyEvent) -> None:
-            for _ in range(event.size_bytes // MIB if isinstance(event, Hashed) else 0):
-                hashed.release()
+    def change() -> None:
+        assert all(hashed.acquire(timeout=10) for _ in range(12))
+        tensor.add_(1)
 
-        def change() -> None:
-            assert all(hashed.acquire(timeout=10) for _ in range(12))
-            tensor.add_(1)
-
-        part_bytes = 16 * MIB if request.param == "put" else 5 * MIB
-        config = dos.TransferConfig(part_size_bytes=part_bytes)
-        with monkeypatch.context() as patched:
-            opened = StoreSpec.open
-            patched.setattr(
-                StoreSpec, "open", lambda spec: ChangingStore(opened(spec), when, change)
-            )
+    through(lambda store: ChangingStore(store, when, change))
+    config = dos.TransferConfig(part_size_bytes=part_mib * MIB)
+    if when == "before":
+        with pytest.raises(InputError, match="changed while it was being saved") as caught:
             dos.save({"t": tensor}, url, config=config, on_event=hear)
-        return tensor
-
-    return save
-
-
-def test_a_tensor_that_changes_before_it_is_sent_fails_the_save(save_changed):
-    """Its bytes are not those of the digests, so the checkpoint would never load."""
-    url = memory_url()
-    with pytest.raises(InputError, match="changed while it was being saved") as caught:
-        save_changed(url, "before")
-    assert (caught.value.key, caught.value.rank) == ("t", 0)
-    assert "_COMMIT" not in keys(url)
-
-
-def test_a_tensor_that_changes_after_it_was_sent_is_told_of_and_loads(save_changed, logged):
-    url = memory_url()
-    changed = save_changed(url, "after")
-    assert "t changed while it was being saved" in logged.text
-    loaded = torch.empty_like(changed)
+        assert (caught.value.key, caught.value.rank) == ("t", 0)
+        assert "_COMMIT" not in keys(url)
+        return
+    dos.save({"t": tensor}, url, config=config, on_event=hear)
+    assert ("t changed while it was being saved" in logged.text) == (when == "after")
+    loaded = torch.ones_like(tensor)
     dos.load({"t": loaded}, url)
-    assert changed.eq(1).all()
+    assert tensor.eq(when == "after").all()
     assert loaded.eq(0).all()
 
 

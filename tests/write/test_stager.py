@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
-from dcp_objstore.errors import CheckpointExistsError, ConfigError, InputError, SaveInProgressError
+from dcp_objstore.errors import CheckpointExistsError, ConfigError, InputError
 from dcp_objstore.observe.events import Staged
 from dcp_objstore.write.staging import stager, state as staging
 from dcp_objstore.write.staging.memory import StagingMemory
@@ -161,29 +161,6 @@ def test_a_writer_tells_with_the_save_of_the_copy_before_it():
     assert before_ns - 10**9 < staged.start_ns < time.time_ns()
     dcp.save({"t": torch.ones(3)}, storage_writer=writer, checkpoint_id=memory_url(), no_dist=True)
     assert sum(isinstance(event, Staged) for event in events) == 1
-
-
-@pytest.mark.parametrize("on_busy", ["wait", "raise"])
-def test_a_writer_that_is_busy_waits_or_gives_the_thread_of_the_last_save_a_moment(
-    on_busy, monkeypatch
-):
-    waits: list[float | None] = []
-    writer = dos.ObjectStoreWriter(memory_url(), on_busy=on_busy)
-    busy: Any = SimpleNamespace(wait=lambda seconds: bool(waits.append(seconds)) or ended)
-    ended = on_busy == "wait"
-    writer._background = busy
-    if ended:
-        writer.stage({"t": torch.ones(1)})
-        assert waits == [None]
-        assert writer._background is not busy
-        return
-    with pytest.raises(SaveInProgressError, match="still running") as caught:
-        writer.stage({"t": torch.ones(1)})
-    assert caught.value.url == writer.checkpoint_id
-    assert caught.value.rank == 0 or caught.value.rank is None
-    assert writer._background is busy
-    assert waits[0] is not None
-    assert 0 < waits[0] < 5
 
 
 def test_a_save_of_one_rank_whose_group_was_destroyed_is_refused():

@@ -616,8 +616,9 @@ def test_a_second_save_with_a_writer_is_refused_as_asked():
     urls = memory_url(), memory_url()
     first = begin_held(writer, urls[0], held)
     state = {"t": torch.zeros(1000)}
-    with pytest.raises(dos.errors.SaveInProgressError, match="running"):
+    with pytest.raises(dos.errors.SaveInProgressError, match="running") as caught:
         dcp.async_save(state, storage_writer=writer, checkpoint_id=urls[1], no_dist=True)
+    assert caught.value.url == urls[0], "the writer is still at this one"
     held.go_on.set()
     first.result(30)
     again: Any = dcp.async_save(state, storage_writer=writer, checkpoint_id=urls[1], no_dist=True)
