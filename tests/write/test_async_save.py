@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -186,35 +184,6 @@ def test_a_callback_that_would_wait_for_its_own_save_is_told_so(held):
         held.go_on.set()
         handle.result(30)
     assert said == [True]
-
-
-_IMPORTS = """
-import os, sys, threading
-import torch
-import dcp_objstore as dos
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if threading.current_thread() is not threading.main_thread():
-            os.write(1, f"{name}\\n".encode())
-
-sys.meta_path.insert(0, Finder())
-for url in sys.argv[1:]:
-    dos.async_save({"x": torch.ones(3), "n": {"a": 1}}, url).result()
-"""
-
-
-def test_the_thread_that_saves_imports_nothing(tmp_path):
-    """A child that is forked during an import waits for ever if it imports the same."""
-    urls = (tmp_path.as_uri(), "memory://imports/run")
-    done = subprocess.run(
-        [sys.executable, "-c", _IMPORTS, *urls],
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=100,
-    )
-    assert (done.stdout, done.returncode) == ("", 0), done.stderr
 
 
 def test_a_copy_that_was_made_stays_made_though_its_save_fails():

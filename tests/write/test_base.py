@@ -734,7 +734,7 @@ def test_ctrl_c_during_a_copy_leaves_no_upload_and_nothing_committed(bucket, pro
     def interrupt() -> None:
         held.wait()
         signal.raise_signal(signal.SIGINT)
-        time.sleep(0.5)
+        time.sleep(0.2)
         held.release()
 
     thread = threading.Thread(target=interrupt)
