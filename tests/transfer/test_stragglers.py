@@ -81,26 +81,31 @@ def test_a_wait_far_longer_than_the_others_is_taken_byte_for_byte():
             waits.now += 0.6
             waits.taken()
             waits.taken()
+        raise StoreUnavailableError("late")  # whatever it ends with, its bytes are not used
     assert waits.answers == [None, "four", None, "one", None]
 
 
-@pytest.mark.parametrize(("seconds", "answer"), [(0.75, None), (0.76, "a")])
-def test_among_fast_waits_one_is_slow_only_after_three_quarters_of_a_second(seconds, answer):
-    waits = Waits(ended=0)
-    for _ in range(8):
-        with waits.waiting("fast"):
-            pass
-    assert waits.end_after(seconds) == answer
-
-
 @pytest.mark.parametrize(
-    ("slow", "seconds", "answer"), [(31, 12, "a"), (32, 12, None), (32, 30, "a"), (33, 30, None)]
+    ("usual", "seconds", "answer"),
+    [
+        # Among fast waits, one is slow only after three quarters of a second.
+        ([0] * 8, 0.75, None),
+        ([0] * 8, 0.76, "a"),
+        # Nothing is slow before eight waits have ended.
+        ([0.1] * 7, 100, None),
+        ([0.1] * 8, 100, "a"),
+        # The last 64 say what is usual.
+        ([0.1] * 100 + [10] * 31, 12, "a"),
+        ([0.1] * 100 + [10] * 32, 12, None),
+        ([0.1] * 100 + [10] * 32, 30, "a"),
+        ([0.1] * 100 + [10] * 33, 30, None),
+    ],
 )
-def test_what_waits_usually_take_is_that_of_the_last_64(slow, seconds, answer):
-    waits = Waits()
-    for number in range(100 + slow):
+def test_a_wait_is_slow_compared_with_those_that_have_ended_lately(usual, seconds, answer):
+    waits = Waits(ended=0)
+    for took in usual:
         with waits.waiting("ended"):
-            waits.now += 0.1 if number < 100 else 10
+            waits.now += took
     assert waits.end_after(seconds) == answer
 
 
@@ -113,15 +118,6 @@ def test_bytes_that_waited_in_a_buffer_make_no_other_wait_slow():
                 waits.now += 2.5
                 assert waits.taken() is None
         read_at[key] = waits.now
-
-
-def test_whatever_a_wait_that_was_taken_ends_with_its_bytes_are_not_used():
-    waits = Waits()
-    with pytest.raises(StragglerError), waits.waiting("a"):
-        waits.now += 9
-        waits.taken()
-        raise StoreUnavailableError("late")
-    assert waits.answers == ["a"]
 
 
 def test_of_the_slow_waits_the_longest_that_can_be_given_up_is_taken():
@@ -171,11 +167,6 @@ def test_no_wait_begins_or_ends_while_one_is_taken_away():
         worker.join(30)
         other.join(30)
     assert outcomes == ["taken", "begun"]
-
-
-@pytest.mark.parametrize(("ended", "answer"), [(7, None), (8, "a")])
-def test_nothing_is_slow_before_a_few_waits_have_ended(ended, answer):
-    assert Waits(ended=ended).end_after(100) == answer
 
 
 @pytest.mark.parametrize(("requests", "most"), [(3, 2), (20, 2), (29, 2), (30, 3), (300, 30)])
@@ -416,6 +407,8 @@ def test_a_second_answer_that_is_damaged_is_fetched_once_more_and_an_error_raise
         load.run()
     assert holding.asked.count(HELD) == asked
     assert (HELD in load.consumed) is (third == "right")
+    holding.let_go.set()
+    join_downloads()
     assert limiter_of(holding).in_flight == 0
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dcp_objstore.errors import CorruptDataError, StoreUnavailableError
-from dcp_objstore.threads import run_into, spawn, wait_for
+from dcp_objstore.threads import run_into, spawn
 from dcp_objstore.transfer.workers import DaemonPool, concurrently, in_waves, worker_number
 
 
@@ -104,19 +104,6 @@ def test_an_error_does_not_keep_its_future_alive_until_the_garbage_collector_com
         assert kept() is None
     finally:
         gc.enable()
-
-
-def test_a_call_gets_its_arguments_in_whatever_thread_it_is_made():
-    def call(*args: int, **settings: int) -> object:
-        return args, settings, threading.current_thread() is threading.main_thread()
-
-    assert wait_for(call, 1, 2, at=3) == ((1, 2), {"at": 3}, False)
-    with DaemonPool(1, "other") as pool:
-        assert pool.submit(lambda: wait_for(call, 1, 2, at=3)).result(30) == (
-            (1, 2),
-            {"at": 3},
-            False,
-        )
 
 
 def test_calls_at_once_overlap_and_all_have_ended_before_the_first_error_is_raised():
