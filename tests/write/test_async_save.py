@@ -375,7 +375,7 @@ def test_a_copy_that_failed_by_a_time_out_is_not_called_unfinished():
         handle.staged(30)
 
 
-def test_a_save_that_ctrl_c_ended_as_its_thread_began_commits_nothing(saves, monkeypatch):
+def test_a_save_that_ctrl_c_ended_as_its_thread_began_commits_nothing(saves, monkeypatch, caplog):
     late: list[threading.Thread] = []
     start = threading.Thread.start
 
@@ -393,6 +393,7 @@ def test_a_save_that_ctrl_c_ended_as_its_thread_began_commits_nothing(saves, mon
     late[0].start()  # it was, before the call heard of Ctrl-C
     late[0].join(30)
     assert "KeyboardInterrupt" in str(saves.latest.exception(30))
+    assert caplog.text.count("in the background failed") == 1, "it is run by one of the two"
     with pytest.raises(CheckpointNotFoundError):
         dos.open(url)
 

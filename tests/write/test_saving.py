@@ -185,6 +185,9 @@ def test_values_in_a_planners_own_format_are_saved_with_a_warning_and_come_back(
             dcp.save({"step": 7}, storage_writer=writer, checkpoint_id=at, planner=planner)
     ours = [one for one in caught if "trust_pickle" in str(one.message)]
     assert len(ours) == 1, "once per key"
+    with pytest.warns(UserWarning, match="trust_pickle"):  # a copy has not warned yet
+        again = copy.deepcopy(writer)
+        dcp.save({"step": 7}, storage_writer=again, checkpoint_id=f"{url}-3", planner=planner)
     state: dict[str, Any] = {"step": 0}
     reader = dos.ObjectStoreReader(url, trust_pickle=True)
     dcp.load(state, storage_reader=reader, planner=OwnFormatLoader(), no_dist=True)
