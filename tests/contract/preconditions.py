@@ -8,7 +8,7 @@ import pytest
 
 from dcp_objstore.errors import PreconditionFailedError
 from dcp_objstore.stores import IfAbsent, IfVersion, ObjectStore, Version
-from tests.contract.common import PART, Endpoint, keys, race, read
+from tests.contract.common import Endpoint, keys, race, read
 from tests.support.guarantees import guarantee
 from tests.support.side_doors import SideDoor
 
@@ -108,17 +108,6 @@ class PreconditionsContract(Endpoint):
                 store.put("k", b"2", precondition=capabilities.if_version(version))
         assert keys(store) == []
         assert side_door.sizes() == {}
-
-    @guarantee("compare and swap")
-    def test_an_update_with_a_streamed_objects_version(self, store, capabilities):
-        version = store.put_stream("k", iter([b"1"]), part_size_bytes=PART, max_concurrency=1)
-        if not capabilities.conditional_update:
-            self.assert_refused(store, "k", capabilities.if_version(version))
-            return
-        store.put("k", b"2", precondition=capabilities.if_version(version))
-        with pytest.raises(PreconditionFailedError):
-            store.put("k", b"3", precondition=capabilities.if_version(version))
-        assert read(store, "k") == b"2"
 
     @guarantee("compare and swap")
     def test_of_16_updaters_exactly_one_wins(self, store, capabilities):

@@ -6,7 +6,6 @@ import importlib
 import secrets
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 from dcp_objstore.errors import DcpObjstoreError, PreconditionFailedError
 from dcp_objstore.stores import IfAbsent, IfVersion, ObjectMeta, Version, open_store
 from dcp_objstore.stores.protocol import Capabilities
-from dcp_objstore.stores.ranges import FetchedSource, Range
 from tests.contract import CROWD, StoreContract
 from tests.contract.preconditions import CREATORS
 from tests.support.doc_tables import STORES_PAGE
@@ -80,21 +78,6 @@ class TakesAnyVersion(Liar):
         return self.inner.put(key, data, precondition=precondition, retry=retry)
 
 
-class RefusesWithAnotherError(IgnoresPreconditions):
-    """Disclaims conditions, and ignores them where it should refuse."""
-
-    capabilities = Capabilities(False, False, False)
-
-
-class GivesShortRanges(Liar):
-    def open_range(self, key: str, start: int, end: int) -> Any:
-        def short(start: int, end: int) -> bytes:
-            body = self.inner.get(key, max_size_bytes=1 << 30)[0][start:end]
-            return body + bytes(end - start - len(body))
-
-        return Range(FetchedSource(short), start, end, nullcontext)
-
-
 class LeavesUploads(Liar):
     def put_stream(self, key: str, buffers: Any, **how: Any) -> Version:
         self.uploads.append(key)
@@ -129,25 +112,6 @@ class ListsOnePage(Liar):
         return islice(self.inner.list(prefix), 1000)
 
 
-class RemembersItsListing(Liar):
-    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        kept = self.__dict__.setdefault("kept", {})
-        return iter(kept.setdefault(prefix, list(self.inner.list(prefix))))
-
-
-class DecodesKeys(Liar):
-    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        for meta in self.inner.list(prefix):
-            key = meta.key.replace("%20", " ")
-            yield ObjectMeta(key, meta.size_bytes, meta.version, meta.last_modified)
-
-
-class ListsOtherTokens(Liar):
-    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        for meta in self.inner.list(prefix):
-            yield ObjectMeta(meta.key, meta.size_bytes, Version("other"), meta.last_modified)
-
-
 class CopiesWhateverIsThere(Liar):
     """Copies in another request than the one that looks at the state."""
 
@@ -168,17 +132,12 @@ LIES: dict[type[Liar], str] = {
     IgnoresPreconditions: "test_create_only_where_nothing_is",
     LetsTwoCreatorsWin: "test_of_64_creators_exactly_one_wins",
     TakesAnyVersion: "test_update_only_from_the_known_version",
-    RefusesWithAnotherError: "test_of_16_updaters_exactly_one_wins",
-    GivesShortRanges: "test_a_range_past_the_end_is_corrupt",
     LeavesUploads: "test_an_error_in_the_iterator_comes_through_and_leaves_nothing",
     ShowsHalfAStream: "test_an_object_is_not_seen_before_its_stream_is_whole",
     SendsUnequalParts: "test_all_parts_but_the_last_have_the_same_size",
     KeepsAllBuffers: "test_buffers_are_let_go_while_the_stream_goes_on",
     ListsOnePage: "test_a_listing_longer_than_a_page_is_whole",
-    RemembersItsListing: "test_every_verb_sees_a_write_and_a_removal_at_once",
-    DecodesKeys: "test_awkward_keys_are_kept_as_they_are",
     CopiesWhateverIsThere: "test_nothing_is_copied_of_an_object_in_another_state",
-    ListsOtherTokens: "test_a_listed_token_serves_a_conditional_write_or_is_refused",
 }
 
 

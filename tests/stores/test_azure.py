@@ -52,16 +52,6 @@ class TestAzure(StoreContract):
 
 
 @azure
-def test_all_blocks_but_the_last_have_the_same_size(bucket):
-    store = open_store(bucket.url, bucket.storage_options)
-    pieces = iter([bytes(size) for size in (1, PART - 7, PART, 3_000_000, 17)])
-    store.put_stream("k", pieces, part_size_bytes=PART, max_concurrency=2)
-    committed, uncommitted = bucket.client().get_blob_client(bucket.prefix + "k").get_block_list()
-    assert [block.size for block in committed] == [PART, PART, 3_000_011]
-    assert uncommitted == []
-
-
-@azure
 def test_blocks_of_an_upload_that_was_given_up_are_no_object(bucket):
     store = open_store(bucket.url, bucket.storage_options)
     put_broken(store, "k", [bytes(PART)] * 2, ExpectedError(), at_once=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import secrets
 import sys
 import threading
 import weakref
@@ -24,15 +23,14 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
-from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
+from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE, CopySource, IfAbsent, IfVersion, Version
 from dcp_objstore.stores.s3.boto3 import JoinedBuffers
 from dcp_objstore.stores.s3.upload import MultipartUpload
-from tests.contract import PART, BucketContract, StoreContract, race
+from tests.contract import PART, BucketContract, race
 from tests.contract.buckets import S3_LACKS
 from tests.support.proxy import Asked, Cut, NetworkProxy
 from tests.support.servers import Bucket
-from tests.support.side_doors import BucketDoor, SideDoor
 from tests.support.states import fill, tensor_state, wrong_keys
 
 BOTO3 = {"transport": "boto3"}
@@ -90,31 +88,6 @@ def test_nothing_is_made_of_a_source_that_was_replaced_while_it_was_copied(bucke
     assert not bucket.uploads()
 
 
-@pytest.fixture(scope="module")
-def mocked() -> Iterator[str]:
-    with mock_aws():
-        boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="mocked")
-        yield "s3://mocked"
-
-
-@pytest.mark.campaign  # a save and a load under it are below
-class TestMockAws(StoreContract):
-    """moto in this process, which no other transport meets."""
-
-    race_rounds = 1
-    # moto closes the body of an object that is replaced, whoever reads it: boto3 alone gets
-    # "ValueError: I/O operation on closed file" there, once in 25 reads.
-    test_a_reader_never_sees_a_mixture_of_two_writes = None  # type: ignore[assignment]
-
-    @pytest.fixture
-    def store(self, mocked: str) -> ObjectStore:
-        return open_store(f"{mocked}/{secrets.token_hex(4)}/pre fix", BOTO3)
-
-    @pytest.fixture
-    def side_door(self, store: ObjectStore) -> SideDoor:
-        return BucketDoor(Bucket("mock", store.url.removesuffix("/pre fix"), {}), "pre fix")
-
-
 def test_a_unit_test_saves_and_loads_under_mock_aws_where_one_creator_wins():
     """moto has no locks: without ours, 1 in 15 of the probe's races had two winners here."""
     with mock_aws():
@@ -153,22 +126,6 @@ def through(bucket: Bucket, proxy: NetworkProxy, config: TransferConfig = ONCE) 
 
 def stream(parts: int) -> Iterator[np.ndarray]:
     return (np.full(PART, number, dtype=np.uint8) for number in range(parts))
-
-
-@pytest.mark.backends("seaweed")
-def test_a_stream_takes_a_request_per_part_and_two_more(bucket):
-    with NetworkProxy(bucket.storage_options) as proxy:
-        store = through(bucket, proxy)
-        store.put_stream("k", stream(3), part_size_bytes=PART, max_concurrency=2)
-        assert sorted(asked.method for asked in proxy.asked) == ["POST", "POST"] + ["PUT"] * 3
-        assert {a.size_bytes for a in proxy.asked if a.method == "PUT"} == {PART}
-        del proxy.asked[:]
-        store.put_stream(
-            "small", iter([b"less than a part"]), part_size_bytes=PART, max_concurrency=2
-        )
-        store.put_stream("none", iter([]), part_size_bytes=PART, max_concurrency=2)
-        assert [asked.method for asked in proxy.asked] == ["PUT", "PUT"]
-    assert bucket.keys() == ["k", "none", "small"]
 
 
 def is_part(asked: Asked) -> bool:
@@ -285,14 +242,3 @@ def test_buffers_are_sent_as_they_lie_in_memory():
 
 
 # --- which transport
-
-
-def test_the_transport_is_chosen_by_the_settings_or_by_an_option():
-    by_option = StoreSpec("s3://bucket/x", {"anon": True, **BOTO3})
-    by_config = StoreSpec("s3://bucket/x", {"anon": True}, TransferConfig(transport="boto3"))
-    assert by_option == by_config
-    for spec in (by_option, by_config, by_option.at("s3://bucket/y")):
-        assert type(spec.open()).__name__ == "Boto3Store"
-    assert type(StoreSpec("s3://bucket/x", {"anon": True}).open()).__name__ == "ObstoreStore"
-    both = StoreSpec("s3://bucket/x", {"anon": True, **BOTO3}, TransferConfig(transport="boto3"))
-    assert both == by_option

@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+import dcp_objstore as dos
 from dcp_objstore.checkpoint.probe import probe, require_fencing
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ObjectNotFoundError, StoreUnavailableError, UnsupportedError
@@ -15,7 +17,7 @@ from dcp_objstore.stores import ObjectStore, Precondition, open_store
 from dcp_objstore.stores.protocol import Capabilities
 from tests.contract import SMALL_CROWD, BucketContract, StoreContract
 from tests.contract.buckets import S3_LACKS
-from tests.support.side_doors import BucketDoor, FolderDoor, SideDoor
+from tests.support.side_doors import FolderDoor, SideDoor
 from tests.support.wrapped_stores import FaultStore, RecordingStore
 
 ONCE = TransferConfig(max_retries=0, connect_timeout_seconds=5, request_timeout_seconds=20)
@@ -62,12 +64,6 @@ class TestBucket(BucketContract):
     def store_at(self, endpoint_url: str) -> ObjectStore:
         options = {"key": "a", "secret": "b", "endpoint_url": endpoint_url}
         return open_store("s3://bucket/run", options, ONCE)
-
-    def test_the_server_tells_the_same_parts_as_the_requests(self, bucket, store):
-        store.put_stream("k", iter([bytes(6 << 20)]), part_size_bytes=5 << 20, max_concurrency=2)
-        told = BucketDoor(bucket, self.below).part_sizes("k")
-        # Ceph's gateway does not tell.
-        assert told == (None if bucket.kind == "ceph" else [5 << 20, 1 << 20])
 
 
 @pytest.mark.backends("gcs")
@@ -126,3 +122,21 @@ class TestWrapped(StoreContract):
     def store(self) -> ObjectStore:
         inner = open_store(f"memory://{secrets.token_hex(4)}")
         return RecordingStore(FaultStore(inner, lambda *_: None))
+
+
+@pytest.mark.backends("seaweed")
+@pytest.mark.parametrize("transport", ["native", "boto3", "fsspec"])
+def test_a_run_in_a_folder_that_a_console_has_made_is_like_any_other(bucket, transport):
+    options = {**bucket.storage_options, "transport": transport}
+    url = bucket.at("run")
+    bucket.put("run/", b"")
+    store = open_store(url, options)
+    assert list(store.list()) == []
+    with dos.CheckpointManager(url, storage_options=options) as run:
+        assert run.load({"w": torch.zeros(2)}) is None
+        run.save(1, {"w": torch.ones(2)})
+    bucket.put("run/step-1/", b"")
+    assert [step.name for step in dos.steps(url, storage_options=options)] == ["step-1"]
+    assert all(meta.key.startswith("step-1/") for meta in store.list("step-1/"))
+    dos.sweep(url, storage_options=options)
+    assert {"run/", "run/step-1/"} <= {*bucket.keys()}

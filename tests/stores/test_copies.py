@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from email.message import Message
 from typing import Any
-from urllib.request import Request, urlopen
 
 import pytest
 import torch
 from google.oauth2.credentials import Credentials as OfGoogle
 
 import dcp_objstore as dos
-from dcp_objstore.config import MIB, TransferConfig
+from dcp_objstore.config import MIB
 from dcp_objstore.errors import (
     BucketNotFoundError,
     ConfigError,
@@ -28,16 +25,14 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.observe.events import NotCopied
 from dcp_objstore.stores import ObjectStore, Version, open_store
-from dcp_objstore.stores.gcs.client import gcs_steps
 from dcp_objstore.stores.obstore import copies
 from dcp_objstore.stores.protocol import CopySource
 from dcp_objstore.stores.retries import RetryPolicy
-from dcp_objstore.stores.urls import parse_url
 from tests.support.azurite import ACCOUNT, KEY
 from tests.support.gcs_tokens import ShortLived, is_valid, post
 from tests.support.proxy import Asked
 from tests.support.scripted import Answer, fault_answer
-from tests.support.servers import BUCKET, Bucket
+from tests.support.servers import Bucket
 from tests.support.states import same_bits, seeded
 from tests.support.tampering import TamperingProxy
 from tests.support.tls import make_certificate
@@ -91,15 +86,6 @@ def test_the_store_itself_keeps_the_condition(bucket, proxy):
     with pytest.raises(ObjectNotFoundError, match="in a copy of "):
         copy(store, put(bucket))
     assert bucket.keys() == []
-
-
-@whole
-def test_what_was_looked_at_and_has_another_etag_is_not_asked_for(bucket, proxy):
-    source = put(bucket)
-    bucket.put("from", DATA[::-1])
-    with pytest.raises(PreconditionFailedError):
-        copy(open_store(bucket.url, proxy.storage_options, ONCE), source)
-    assert not any(map(is_copy, proxy.asked))
 
 
 @whole
@@ -297,23 +283,6 @@ def test_a_copy_that_gcs_does_not_go_on_with_is_given_up(bucket, proxy, monkeypa
     assert bucket.keys() == ["from"]
 
 
-def test_another_server_of_gcs_takes_the_same_request(fake_gcs):
-    """fake-gcs-server has the JSON API, and copies whatever the condition is."""
-    url = f"{fake_gcs.endpoint_url}/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name=a/b%20c"
-    with urlopen(Request(url, DATA), timeout=30):
-        pass
-
-    def ask(method: str, path: str, _: object) -> tuple[Message, bytes]:
-        with urlopen(Request(fake_gcs.endpoint_url + path, method=method), timeout=30) as answer:
-            return answer.headers, answer.read()
-
-    found = Message()
-    found["x-goog-generation"] = "1"
-    ends = [parse_url(f"gs://{BUCKET}/{key}") for key in ("a/b c", "d/é")]
-    assert list(gcs_steps(copies.Copier("", dict, None), ask, *ends, found)) == [(10, True)]  # type: ignore[arg-type]
-    assert fake_gcs.keys("d/") == ["é"]
-
-
 # --- saves with a base
 
 
@@ -366,38 +335,3 @@ def test_a_save_has_whole_objects_copied_that_hold_nothing_else(bucket, proxy):
     assert fourth.copied_bytes == third.copied_bytes
     assert bucket.uploads() == []
     assert_holds(bucket, 4)
-
-
-@by_azure
-def test_a_base_that_vanishes_while_its_objects_are_copied_is_uploaded(bucket, proxy):
-    for step in (1, 2):
-        save(bucket, step)
-
-    def remove() -> None:
-        for key in bucket.keys("step-2"):
-            bucket.delete(f"step-2/{key}")
-
-    proxy.before(is_copy, remove)
-    events: list[Any] = []
-    report = save(bucket, 3, proxy.storage_options, on_event=events.append)
-    (told,) = [one for one in events if isinstance(one, NotCopied)]
-    assert re.search("no such object.*step-2", told.reason)
-    assert (report.copied_bytes, report.uploaded_bytes) == (0, report.total_bytes)
-    assert report.objects == 2, "the next save finds whole objects again"
-    assert_holds(bucket, 3)
-    assert save(bucket, 4).copied_bytes > 6 * MIB
-
-
-@by_azure
-def test_between_urls_of_one_store_no_byte_of_data_comes_here(bucket, proxy, requests):
-    save(bucket, 1, config=TransferConfig(max_object_size_bytes=5 * MIB))
-    requests.clear()
-    settings: Any = {"storage_options": proxy.storage_options, "progress": False}
-    report = dos.copy_checkpoint(bucket.at("step-1"), bucket.at("step-5"), **settings)
-    assert report.objects == 2
-    assert report.copied_bytes == report.total_bytes > 7 * MIB
-    assert not {"open_range", "put_stream"} & {one.verb for one in requests}
-    assert body_bytes(proxy.asked) < 64 * 1024
-    ckpt = dos.open(report.url, storage_options=bucket.storage_options)
-    assert ckpt.verify(deep=True, progress=False).ok
-    assert ckpt.read("step", progress=False)["step"] == 1

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import dcp_objstore as dos
 from dcp_objstore.errors import ConfigError, CredentialsError
-from dcp_objstore.stores import open_store
+from dcp_objstore.stores import StoreSpec, open_store
 from dcp_objstore.stores.gcs.credentials import find_gcs_credentials
 from dcp_objstore.stores.gcs.options import GcsOptions
 from dcp_objstore.stores.options import parse
-from tests.support.scripted import Answer, ScriptedServer
+from tests.support.proxy import Asked
+from tests.support.scripted import Answer, ScriptedServer, fault_answer
 from tests.support.servers import Bucket, MotoServer
+from tests.support.states import fill, tensor_state, wrong_keys
+from tests.support.tampering import TamperingProxy
 
 both = pytest.mark.parametrize("transport", ["native", "boto3"])
 both_ways = pytest.mark.parametrize("has_boto3", [True, False], indirect=True)
@@ -62,14 +68,6 @@ def test_a_metadata_service_that_is_not_there(bucket, monkeypatch):
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(CredentialsError, match="AWS_EC2_METADATA_SERVICE_ENDPOINT"):
         open_store(bucket.url)
-
-
-def test_keys_and_endpoint_of_the_environment(bucket, monkeypatch):
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(bucket.storage_options["key"]))
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", str(bucket.storage_options["secret"]))
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", str(bucket.storage_options["endpoint_url"]))
-    assert works(bucket)
 
 
 @both
@@ -353,3 +351,82 @@ def test_shared_files_that_cannot_be_read_are_an_error_that_names_them(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(CredentialsError, match="credentials of the shared AWS files cannot be"):
         open_store(bucket.url, {"endpoint_url": bucket.storage_options["endpoint_url"]})
+
+
+MIB = 1024 * 1024
+CONFIG = dos.TransferConfig(
+    transport="boto3", part_size_bytes=5 * MIB, request_size_bytes=4 * MIB, max_retries=2
+)
+SHAPES = {"big": (3001, 4096), "small": (3, 3)}  # 12 MiB of bytes
+USES = 5
+
+
+class ExpiringKeys(TamperingProxy):
+    """Accepts each key for `USES` requests: counted, so that one expires however fast a save is.
+
+    Attributes:
+        used: how often each access key id was accepted.
+        expired: requests with a key that had expired.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__(bucket.storage_options)
+        self.used: Counter[str] = Counter()
+        self.expired = 0
+        self.refuse(self._is_expired, fault_answer("s3", "expired"))
+
+    def _is_expired(self, asked: Asked) -> bool:
+        with self._lock:
+            fresh = bool(asked.access_key) and self.used[asked.access_key] < USES
+            self.used[asked.access_key] += fresh
+            self.expired += not fresh
+        return not fresh
+
+
+def short_lived_profile(folder: Path, endpoint_url: str) -> dict[str, str]:
+    """The environment of a profile whose `credential_process` gives other keys at every call."""
+    script = folder / "keys"
+    script.write_text(
+        f"#!{sys.executable}\n"
+        "import datetime, json, secrets\n"
+        "until = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=1)\n"
+        "print(json.dumps({'Version': 1, 'AccessKeyId': 'ASIA' + secrets.token_hex(8),"
+        " 'SecretAccessKey': secrets.token_hex(16), 'SessionToken': secrets.token_hex(16),"
+        " 'Expiration': until.isoformat()}))\n"
+    )
+    script.chmod(0o700)
+    (folder / "config").write_text(
+        f"[profile short]\ncredential_process = {script}\nendpoint_url = {endpoint_url}\n"
+    )
+    return {"AWS_PROFILE": "short"}
+
+
+@pytest.mark.backends("moto")
+def test_keys_that_expire_in_the_middle_of_a_save_are_renewed(bucket, monkeypatch, tmp_path):
+    state = tensor_state("plain", SHAPES, torch.uint8)
+    fill(state)
+    back = tensor_state("plain", SHAPES, torch.uint8)
+    with ExpiringKeys(bucket) as server:
+        for name, value in short_lived_profile(tmp_path, server.endpoint_url).items():
+            monkeypatch.setenv(name, value)
+        dos.save(dict(state), bucket.at("step-1"), config=CONFIG, progress=False)
+        saved_with = len(server.used)
+        dos.load(back, bucket.at("step-1"), config=CONFIG, progress=False)
+    assert wrong_keys(back) == []
+    assert saved_with >= 3, "the save was too short to show anything"
+    assert len(server.used) > saved_with
+    assert server.expired == 0
+    assert bucket.uploads() == []
+
+
+def test_a_credential_process_that_fails_is_an_error_about_credentials(monkeypatch, tmp_path):
+    (tmp_path / "config").write_text("[profile broken]\ncredential_process = /bin/false\n")
+    with pytest.raises(CredentialsError):
+        open_store("s3://bucket/x", {"profile": "broken"}, CONFIG)
+
+
+def test_credentials_that_were_left_behind_by_a_pickle_are_named():
+    spec = StoreSpec("s3://bucket/x", {"key": "k", "secret": "s"}, CONFIG)
+    bare = StoreSpec(spec.url, None, CONFIG, ("key", "secret"))
+    with pytest.raises(CredentialsError, match="key, secret were given"):
+        bare.open()

@@ -279,16 +279,6 @@ def test_a_pause_inside_the_head_of_an_answer_is_not_its_end(server, make_lane, 
     assert read(lane) == BODY[1000:500_000]
 
 
-def test_time_outs_are_the_kernels_whatever_the_programs_default_is(server, lane):
-    socket.setdefaulttimeout(60)
-    try:
-        connection = lane.connect(server.url)
-    finally:
-        socket.setdefaulttimeout(None)
-    with connection.sock as sock:
-        assert sock.gettimeout() is None
-
-
 @pytest.mark.parametrize("how", ["silent", "stalled"])
 @pytest.mark.parametrize("is_new", [True, False])
 def test_a_read_that_another_thread_cancels_ends_and_is_no_failure(server, lane, how, is_new):
@@ -310,26 +300,6 @@ def test_a_read_that_another_thread_cancels_ends_and_is_no_failure(server, lane,
     server.how = "right"
     assert lane.is_used
     assert read(lane) == BODY[1000:500_000]
-
-
-def test_an_answer_that_was_read_to_its_end_is_not_cancelled(server, lane):
-    body = Range(LaneSource(lane), 0, 400_000, nullcontext)
-    body.readinto(memoryview(bytearray(400_000)))
-    assert not body.cancel(at_once=True)
-    assert read(lane) == BODY[1000:500_000]
-    assert server.connections == 1, "its connection is as good as before"
-
-
-def test_a_connection_cancelled_at_the_last_byte_is_not_used_again(server, lane):
-    for _ in range(3):
-        answer = lane.ask("key", 0, 400_000)
-        assert answer is not None
-        at, into = 0, memoryview(bytearray(400_000))
-        while at < len(into):
-            at += answer.readinto(into[at:])
-        answer.cancel(at_once=True)
-        answer.close()
-        assert read(lane) == BODY[1000:500_000]
 
 
 class LaneSource(RangeSource):

@@ -11,7 +11,6 @@ import pytest
 from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.checkpoint.read import open_committed
-from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import (
     BucketNotFoundError,
     CheckpointCorruptError,
@@ -20,12 +19,11 @@ from dcp_objstore.errors import (
     CredentialsError,
     DcpObjstoreError,
     InputError,
-    ObjectNotFoundError,
     PermissionDeniedError,
     StoreUnavailableError,
     UploadLostError,
 )
-from dcp_objstore.stores import IfAbsent, open_store
+from dcp_objstore.stores import open_store
 from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.admission.window import Window
 from dcp_objstore.stores.obstore.errors import judge_obstore
@@ -139,24 +137,6 @@ def test_an_answer_that_asks_for_an_option_is_an_error_that_names_it(
     scripted.answer = lambda *_: (status, {}, body)
     with pytest.raises(ConfigError, match=option):
         scripted.store(transport=transport).put("k", b"x")
-
-
-def test_an_absent_object_is_not_an_absent_bucket(moto_server):
-    store = open_store("s3://dcp-tests/nothing-here", moto_server.storage_options)
-    with pytest.raises(ObjectNotFoundError):
-        store.head("k")
-    assert list(store.list()) == []
-
-
-def test_retry_false_sends_one_request(over):
-    over.answer = lambda *_: (500, {}, b"")
-    store = over.store(TransferConfig(max_retries=2, transport=over.config.transport))
-    with pytest.raises(StoreUnavailableError):
-        store.put("k", b"x", precondition=IfAbsent(), retry=False)
-    assert len(over.requests) == 1
-    with pytest.raises(StoreUnavailableError):
-        store.put("k", b"x")
-    assert len(over.requests) == 1 + 3
 
 
 def test_get_does_not_read_a_body_that_is_too_large(over):

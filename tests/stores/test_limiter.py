@@ -211,33 +211,6 @@ def test_requests_begin_at_the_rate_and_up_to_50_ms_too_soon():
     assert clock.slept == [0.1]
 
 
-def test_the_throughput_of_a_transfer_counts_from_its_first_request():
-    clock = Clock()
-    limiter = Limiter(clock)
-    slot = slot_of(limiter, verb="put_stream")
-    slot.begin(0)
-    clock.now += 2
-    slot.moved(64 * MIB)
-    assert limiter.window.bytes_per_second == {"put_stream": 32 * MIB}
-    slot.end(0, answered=True)
-    assert limiter.window.round.answers == 0  # its bytes were reported before
-    clock.now += 10
-    slot = slot_of(limiter, verb="get")
-    slot.begin(0)
-    clock.now += 4
-    slot.end(0, 256 * MIB, answered=True)
-    assert limiter.window.bytes_per_second == {"put_stream": 32 * MIB, "get": 64 * MIB}
-
-
-def test_before_anything_was_measured_large_requests_are_few():
-    limiter, mib = Limiter(), 1 << 20
-    slots = [
-        slot_of(limiter, request_bytes=size * mib, timeout_seconds=150)
-        for size in (1, 32, 583, 5000)
-    ]
-    assert [slot.concurrency for slot in slots] == [AUTO_MOST, 9, 1, 1]
-
-
 def test_what_is_on_this_machine_gets_8_requests():
     bucket = secrets.token_hex(4)
     concurrency = [
@@ -254,17 +227,6 @@ def test_a_slot_with_nothing_in_flight_never_waits_for_others():
     other = slot_of(limiter)
     other.begin("x")
     assert limiter.in_flight == 9
-
-
-def test_requests_that_hold_all_places_and_never_end_stop_no_other_for_ever():
-    """As a transport that gathers all buffers before it sends any."""
-    limiter = Limiter()
-    filled(limiter, 8)
-    limiter.throttled(time.monotonic())
-    slot = slot_of(limiter, judged=True, timeout_seconds=0.1)
-    slot.begin(0)
-    slot.begin(1)
-    assert slot.in_flight == 2
 
 
 def test_a_request_waits_on_while_places_are_given_back(monkeypatch):
@@ -289,45 +251,6 @@ def test_a_request_waits_on_while_places_are_given_back(monkeypatch):
 
     assert slot.begin(1, others_go_on)
     assert looks == 5
-
-
-def test_a_near_store_over_a_line_too_slow_for_8_large_requests_gets_fewer():
-    limiter = Limiter()
-    limiter.heard(0.0005)
-    slot = slot_of(limiter, request_bytes=32 << 20, timeout_seconds=32)
-    assert slot.concurrency == slot.bound == 2  # in 8 s at 8 MiB/s
-    slot = slot_of(limiter, request_bytes=32 << 20, timeout_seconds=150)
-    assert slot.concurrency == 8
-
-
-def test_where_requests_take_long_no_more_begin_than_the_window_allows():
-    clock = Clock()
-    limiter = Limiter(clock)
-    slot = slot_of(limiter, request_bytes=32 << 20, timeout_seconds=150)
-    allowed = slot.concurrency
-    for number in range(allowed):
-        slot.begin(number)
-
-    def wait() -> None:
-        clock.now += 60
-        if clock.now > 200:
-            slot.end(0, answered=False)
-
-    slot.begin("more", wait)
-    assert limiter.in_flight == allowed
-
-
-def test_waiting_ends_with_what_the_check_raises_and_takes_no_place():
-    limiter = Limiter()
-    slot = filled(limiter, 2)
-    limiter.throttled(time.monotonic())
-
-    def check() -> None:
-        raise TransferStalledError("stop")
-
-    with pytest.raises(TransferStalledError):
-        slot.begin(2, check)
-    assert limiter.in_flight == 2
 
 
 def test_who_stops_waiting_for_the_rate_gives_back_the_place_in_the_window():

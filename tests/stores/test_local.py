@@ -18,18 +18,13 @@ from pathlib import Path
 import pytest
 
 from dcp_objstore.checkpoint.names import (
-    CLAIM_KEY,
-    DOT_METADATA_KEY,
     MARKER_KEY,
-    beacon_key,
     data_key,
-    index_key,
     new_nonce,
 )
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import (
     InputError,
-    PermissionDeniedError,
     PreconditionFailedError,
     StoreFullError,
     StoreUnavailableError,
@@ -104,18 +99,6 @@ def test_links_that_lead_nowhere_or_up_are_no_objects(store, root, target):
     ]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_the_right_to_write(store, root):
-    store.put("k", b"x")
-    root.chmod(0o500)
-    try:
-        with pytest.raises(PermissionDeniedError):
-            store.put("k", b"y")
-        assert read(store, "k") == b"x"
-    finally:
-        root.chmod(0o700)
-
-
 @pytest.mark.parametrize("transport", ["native", "fsspec"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_says_so_and_to_try_again_does_not_help(root, monkeypatch, number, transport):
@@ -152,33 +135,6 @@ def test_bytes_are_synced_before_the_name_and_the_name_after(
     root.mkdir()
     store.put("k", b"x", precondition=precondition)
     assert events == ["sync object", "name", "sync folder"]
-
-
-def test_every_change_of_an_object_holds_the_folders_lock(store, root, monkeypatch):
-    version = store.put("k", b"1")
-    held: list[str] = []
-
-    def watch(owner: object, name: str) -> None:
-        real = getattr(owner, name)
-
-        def watched(path: Path, *rest: object, **named: object) -> object:
-            if path.name == "k" or (rest and rest[0] == root / "k"):
-                # Another open file description: refused while the change goes on.
-                lock_name = root / ".dcp-objstore.lock"
-                with lock_name.open() as lock, pytest.raises(BlockingIOError):
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                held.append(name)
-            return real(path, *rest, **named)
-
-        monkeypatch.setattr(owner, name, watched)
-
-    watch(local, "_check_version")
-    watch(Path, "replace")
-    watch(Path, "unlink")
-    store.put("k", b"2", precondition=IfVersion(version))
-    store.put("k", b"3")
-    store.delete("k")
-    assert held == ["_check_version", "replace", "replace", "unlink"]
 
 
 @pytest.mark.parametrize(
@@ -315,28 +271,6 @@ def test_a_killed_writer_leaves_the_old_object_and_what_a_sweep_removes(root, wh
     assert report.uploads_aborted == len(left)
     assert report.uploads_unseen is None
     assert [name for name in names(root) if ".tmp" in name] == []
-
-
-def test_whatever_a_killed_process_has_left_half_written_is_swept(root):
-    from dcp_objstore.run.sweep import sweep  # with torch
-
-    nonce = new_nonce()
-    written = [data_key(0, 0, nonce), index_key(nonce), beacon_key(nonce), f".probe-{nonce}"]
-    for key in [f"step-1/{name}" for name in (*written, MARKER_KEY, DOT_METADATA_KEY)] + [
-        CLAIM_KEY,
-        "step-1/notes.txt",
-        "step-2/notes.txt",
-    ]:
-        place = root / "run" / key
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.with_name(f"{local.TEMPORARY}{nonce}.{place.name}").write_bytes(b"half of it")
-    old = time.time() - 2 * 24 * 3600
-    for place in root.rglob("*"):
-        os.utime(place, (old, old))
-    report = sweep(f"file://{root}/run")
-    assert [one.uploads_aborted for one in report.checkpoints] == [1, 6]  # the run itself, a step
-    left = [one.key for one in open_uploads(StoreSpec(f"file://{root}/run")).list()]
-    assert left == ["step-1/notes.txt", "step-2/notes.txt"]
 
 
 def _replace_for_ever(spec: StoreSpec, key: str, half: Connection) -> None:

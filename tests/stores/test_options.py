@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from obstore.exceptions import BaseError, UnknownConfigurationKeyError
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores import open_store
+from dcp_objstore.errors import ConfigError, InvalidUrlError
+from dcp_objstore.stores import StoreSpec, open_store
+from dcp_objstore.stores.options import parse
+from dcp_objstore.stores.s3.options import S3Options
 from dcp_objstore.stores.schemes import SCHEMAS
+from dcp_objstore.stores.urls import parse_url
 
 # Of HTTP clients in general, not of S3: obstore takes them elsewhere.
 OF_CLIENTS = {"allow_http", "allow_invalid_certificates", "root_certificate"}
@@ -41,7 +48,7 @@ def test_obstore_knows_its_names(scheme, store):
 
 
 S3 = "s3://bucket/x"
-KEYS = {"key": "x", "secret": "y"}
+KEYS = {"key": "KEYOFMINE", "secret": "SECRETOFMINE"}
 BAD: list[tuple[str, object, str]] = [
     (S3, ["key"], "mapping"),
     (S3, {"kye": "x"}, "did you mean 'key'?"),
@@ -66,6 +73,9 @@ BAD: list[tuple[str, object, str]] = [
     (S3, {"addressing_style": "sideways"}, "'path', 'virtual' or 'auto'"),
     (S3, {"anon": True, "endpoint_url": "ftp://host"}, "endpoint"),
     (S3, {"anon": True, "endpoint_url": "http://user:pw@host"}, "without credentials"),
+    (S3, {"s3_additional_kwargs": {"ServerSideEncryption": "aes"}}, "must be one of"),
+    (S3, {"s3_additional_kwargs": {"SSEKMSKeyId": "key-1"}}, "need 'ServerSideEncryption'"),
+    (S3, {"s3_additional_kwargs": {"ChecksumAlgorithm": "MD5"}}, "must be one of"),
     ("gs://bucket", {"secret": "x"}, "gs://"),
     ("gs://bucket", {"tokn": "x"}, "did you mean 'token'?"),
     ("gs://bucket", {"service_account": "x"}, "did you mean 'token'?"),
@@ -97,3 +107,160 @@ def test_a_bad_option_is_refused_with_the_nearest_name(monkeypatch, url, options
     with pytest.raises(ConfigError) as caught:
         open_store(url, options)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "name"),
+    [
+        ("s3://b", {**KEYS, "endpoint_url": "  "}, "endpoint_url"),
+        ("s3://b", {"key": "", "secret": ""}, "key"),
+        ("s3://b", {**KEYS, "client_kwargs": {"endpoint_url": ""}}, "endpoint_url"),
+        ("s3://b", {**KEYS, "s3_additional_kwargs": {"SSEKMSKeyId": ""}}, "SSEKMSKeyId"),
+        ("gs://b", {"token": ""}, "token"),
+        ("gs://b", {"anon": True, "requester_pays": ""}, "requester_pays"),
+        ("az://b", {"account_name": "a", "sas_token": ""}, "sas_token"),
+    ],
+)
+def test_an_empty_text_is_not_taken_for_an_option_that_was_left_out(url, options, name):
+    with pytest.raises(ConfigError, match=f"'{name}' .* is empty; .*leave it out"):
+        StoreSpec(url, options)
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "says"),
+    [
+        ("s3://b", {"client_kwargs": {"aws_access_key_id": "OTHER"}}, r"key, client_kwargs\['aws_"),
+        ("s3://b", {"region": "one", "region_name": "OTHER"}, "region, region_name"),
+        ("s3://b", {"use_ssl": True, "client_kwargs": {"use_ssl": False}}, "use_ssl"),
+        ("gs://b", {"endpoint_url": "http://one", "base_url": "OTHER"}, "endpoint_url, base_url"),
+        ("gs://b", {"requester_pays": "one", "project": "OTHER"}, "two projects"),
+        (
+            "az://b",
+            {"endpoint_url": "http://one", "account_host": "OTHER"},
+            "endpoint_url, account",
+        ),
+    ],
+)
+def test_two_values_for_one_setting_are_refused(url, options, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        StoreSpec(url, {**(KEYS if url == "s3://b" else {"anon": True}), **options})
+    assert "say it once" in str(caught.value)
+    assert not any(value in str(caught.value) for value in ("OFMINE", "OTHER"))
+
+
+def test_the_same_value_twice_is_no_contradiction():
+    client = {"aws_access_key_id": "KEYOFMINE", "region_name": "r", "verify": False}
+    options = {**KEYS, "region": "r", "region_name": "r", "client_kwargs": client}
+    found = parse(S3Options, StoreSpec("s3://b", options).storage_options)
+    assert (found.key, found.region, found.verify) == ("KEYOFMINE", "r", False)
+
+
+def test_an_azure_identity_without_its_secret_is_refused_unless_pickled(monkeypatch):
+    options = {"account_name": "a", "client_id": "c", "tenant_id": "t"}
+    with pytest.raises(ConfigError, match=r"'client_id', .* without 'client_secret'"):
+        open_store("az://b", options)
+    whole = StoreSpec("az://b", {**options, "client_secret": "s"})
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+    pickle.loads(pickle.dumps(whole)).open()
+
+
+@pytest.mark.parametrize(
+    ("url", "normal"),
+    [
+        ("s3://bucket", "s3://bucket"),
+        ("s3://bucket/", "s3://bucket"),
+        ("S3://bucket/a/b/", "s3://bucket/a/b"),
+        ("s3://bucket/a b%20c?d#e", "s3://bucket/a b%20c?d#e"),
+        ("gs://my_bucket.example/x", "gs://my_bucket.example/x"),
+        ("gcs://bucket/x", "gs://bucket/x"),
+        ("file:///tmp/x/", "file:///tmp/x"),
+        ("file://localhost/tmp/x", "file:///tmp/x"),
+        ("file:///tmp/a%20b", "file:///tmp/a%20b"),
+        ("memory://name/x", "memory://name/x"),
+        *((f"{name}://box/run/", "az://box/run") for name in ("az", "azure", "abfs", "abfss")),
+    ],
+)
+def test_urls_are_taken_literally_and_brought_to_one_form(url, normal):
+    assert str(parse_url(url)) == normal
+    assert StoreSpec(url).url == normal
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("bucket/key", "no scheme"),
+        ("/tmp/x", "file:///path"),
+        ("", "no scheme"),
+        ("s4://bucket/x", "did you mean s3://?"),
+        ("s3a://bucket/x", "did you mean s3://?"),
+        ("minio://bucket/x", "did you mean s3://?"),
+        ("gcss://bucket/x", "did you mean gcs://?"),
+        ("flie:///x", "did you mean file://?"),
+        ("http://host/x", "unknown scheme"),
+        ("s3:/bucket/x", "write 's3://bucket/x'"),
+        ("s3://", "names no bucket"),
+        ("s3:///key", "names no bucket"),
+        ("memory://", "names no store name"),
+        ("s3://bucket//x", "empty"),
+        ("s3://bucket/a/../b", "'..'"),
+        ("s3://bucket/a\nb", "control"),
+        ("s3://buck et/x", "no bucket name"),
+        ("s3://arn:aws:s3:eu-west-1:1:accesspoint/a/x", "alias"),
+        ("file://relative/x", "file:///path"),
+        ("file:///", "root of the file system"),
+        ("file:/tmp/x", "write 'file:///tmp/x'"),
+        ("https://b.s3.amazonaws.com/run/1?X-Amz-Signature=1", "write 's3://b/run/1'"),
+        ("https://b.s3.eu-west-1.amazonaws.com", "write 's3://b'"),
+        ("https://s3.eu-west-1.amazonaws.com/b/run/", "write 's3://b/run/'"),
+        ("https://storage.googleapis.com/b/run", "write 'gs://b/run'"),
+        ("https://account.blob.core.windows.net/b/run", "write 'az://b/run'"),
+        ("https://example.com/b/run", "unknown scheme"),
+        ("abfss://box@acct.dfs.core.windows.net/run", "az://box/run"),
+        ("abfss://box@acct.dfs.core.windows.net/run", "'account_name': 'acct'"),
+        ("wasbs://box/run", "did you mean az://?"),
+        ("az:///run", "names no container"),
+        ("az://box/a\\b", "backslash"),
+    ],
+)
+def test_a_bad_url_is_refused_with_the_way_out(url, says):
+    with pytest.raises(InvalidUrlError) as caught:
+        open_store(url)
+    assert says in str(caught.value)
+
+
+def test_a_state_in_the_place_of_the_url_is_told_where_it_belongs():
+    with pytest.raises(InvalidUrlError, match="state comes first"):
+        open_store({"w": 1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("url", [Path("s3://bucket/x"), Path("/tmp/x"), None, 7, b"s3://bucket"])
+def test_a_url_that_is_no_str_is_refused(url):
+    with pytest.raises(InvalidUrlError, match="must be a str"):
+        open_store(url)  # type: ignore[arg-type]
+
+
+def test_credentials_inside_a_url_are_refused_and_not_repeated():
+    for scheme in ("s3", "az"):
+        with pytest.raises(InvalidUrlError, match="storage_options") as caught:
+            open_store(f"{scheme}://AKIA:hunter2@bucket/x")
+        assert "hunter2" not in str(caught.value)
+
+
+def test_fsspec_spellings_mean_the_same():
+    plain = {"key": "k", "secret": "s", "token": "t", "region": "r", "use_ssl": False}
+    aws = {"aws_access_key_id": "k", "aws_secret_access_key": "s", "aws_session_token": "t"}
+    nested = {"client_kwargs": {**aws, "region_name": "r", "use_ssl": False}}
+    assert parse(S3Options, plain) == parse(S3Options, nested)
+    assert parse(S3Options, {"config_kwargs": {"s3": {"addressing_style": "virtual"}}}) == parse(
+        S3Options, {"addressing_style": "virtual"}
+    )
+
+
+def test_importing_the_stores_imports_no_sdk():
+    code = (
+        "import sys, dcp_objstore.stores, dcp_objstore.stores.wrappers;"
+        "print([m for m in ('obstore', 'boto3', 'botocore', 'torch', 'google.auth', 'fsspec')"
+        " if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import secrets
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import Mock
 
@@ -21,6 +22,7 @@ from dcp_objstore.errors import (
     PreconditionFailedError,
     StoreUnavailableError,
 )
+from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.stores.ranges import (
     FETCHED_READING,
     BrokenOffError,
@@ -29,7 +31,9 @@ from dcp_objstore.stores.ranges import (
     RangeSource,
     ReceivedChunks,
     RetriedSource,
+    read_range,
 )
+from dcp_objstore.stores.wrappers import PinnedStore
 
 MIB = 1 << 20
 BODY = random.Random(4).randbytes(1000)
@@ -196,38 +200,6 @@ def test_only_bytes_that_have_come_begin_the_time_for_retries_anew():
         (tries, error, 1.0),
         (tries, error, 2.0),
     ]
-
-
-def test_what_a_read_raises_is_translated():
-    @contextmanager
-    def errors() -> Iterator[None]:
-        try:
-            yield
-        except BrokenOffError as error:
-            raise StoreUnavailableError("translated") from error
-
-    class Final(Source):
-        wait_to_ask_again = RangeSource.wait_to_ask_again
-
-    body = Range(Final(lambda left: 0), 0, 1000, errors)
-    with pytest.raises(StoreUnavailableError, match="translated"):
-        read(body, 10)
-
-
-def test_an_answer_that_was_asked_for_ahead_and_breaks_off_at_once_had_not_begun():
-    limits = iter([0, 1000])
-    source = Source(lambda _: next(limits))
-    told: list[tuple[float, bool]] = []
-    source.wait_to_ask_again = lambda error, asked_at, *, had_begun: told.append(
-        (asked_at, had_begun)
-    )  # type: ignore[method-assign]
-    began_at = time.monotonic()
-    body = Range(source, 0, 1000, nullcontext, source.ask(0, 1000))
-    opened_at = time.monotonic()
-    assert read(body, 1000) == BODY
-    ((asked_at, had_begun),) = told
-    assert began_at <= asked_at <= opened_at
-    assert not had_begun
 
 
 def test_a_request_that_needs_no_waiting_is_sent_ahead_and_no_other_one():
@@ -424,3 +396,23 @@ def test_a_chunk_is_not_written_while_another_thread_cancels():
     assert not answer.cancel(at_once=True)
     with pytest.raises(BrokenOffError):
         answer.readinto(memoryview(into))
+
+
+READS: dict[str, Callable[[ObjectStore], object]] = {
+    "get": lambda store: store.get("k", max_size_bytes=9),
+    "open_range": lambda store: read_range(store, "k", 0, 1),
+    "head": lambda store: store.head("k"),
+    "list": lambda store: list(store.list()),
+}
+
+
+def test_whatever_told_the_state_of_an_object_first_no_verb_takes_another():
+    inner = open_store(f"memory://{secrets.token_hex(4)}")
+    for first, then in itertools.product(READS.values(), repeat=2):
+        store = PinnedStore(inner, {})
+        inner.put("k", b"x")
+        first(store)
+        then(store)
+        inner.put("k", b"y")
+        with pytest.raises(PreconditionFailedError):
+            then(store)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
+import torch
 
+import dcp_objstore as dos
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import (
     BucketNotFoundError,
     ConfigError,
+    DcpObjstoreError,
     ObjectNotFoundError,
     PermissionDeniedError,
     StoreFullError,
@@ -19,8 +23,9 @@ from dcp_objstore.errors import (
     UploadLostError,
 )
 from dcp_objstore.stores import ObjectStore, open_store
-from dcp_objstore.stores.obstore.errors import judge_obstore
-from tests.support.scripted import Answer, RawServer, ScriptedServer, refusing
+from dcp_objstore.stores.protocol import IfAbsent, IfVersion, Version
+from tests.support.scripted import Answer, RawServer, Scripted, ScriptedServer, refusing
+from tests.support.tampering import TamperingProxy
 from tests.support.verbs import ONCE, VERBS, check
 
 MIB = 1024 * 1024
@@ -89,26 +94,6 @@ def test_a_connection_that_is_hung_up_is_said_to_be(answering):
         at(f"http://{answering(b'')}").head("k")
 
 
-def test_a_certificate_that_is_not_valid_says_how_to_name_ones_own():
-    from obstore.exceptions import GenericError
-
-    text = (
-        "Generic S3 error: Error performing GET https://store:9000/b/k in 82.5ms - HTTP error:"
-        " error sending request\n\nDebug source:\nGeneric {\n  inner: Http(\n    HttpError {\n"
-        "      kind: Connect,\n      source: hyper_util::client::legacy::Error(\n        Connect,\n"
-        "        Custom { error: InvalidCertificate(\n          UnknownIssuer,\n        ) } ) } ) }"
-    )
-    error = judge_obstore(GenericError(text)).error
-    assert type(error) is ConfigError
-    assert "cannot reach store:9000: its TLS certificate is not valid here" in error.message
-    assert "'verify'" in error.advice
-
-
-@pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcp_objstore.stores.retries.FIRST_PATIENCE_SECONDS", 0.0)
-
-
 CLOSE = {"Connection": "close"}
 Serve = Callable[[Callable[[str, str], tuple[int, bytes] | None]], ScriptedServer]
 
@@ -130,24 +115,6 @@ def serve() -> Iterator[Serve]:
             return server
 
         yield make
-
-
-LISTING = b"<ListBucketResult></ListBucketResult>"
-
-
-@pytest.mark.parametrize("verb", ["get", "head", "list"])
-def test_a_server_never_reached_is_given_up_before_one_that_was_reached(serve, hurried, verb):
-    answers = iter([(200, LISTING), (404, b""), (200, LISTING)])  # of nothing, so asked again
-    server = serve(lambda method, target: next(answers, None))
-    store = at(server.endpoint_url, TransferConfig(max_retries=1))
-    assert list(store.list()) == []
-    with pytest.raises(StoreUnavailableError, match=r"\b1 retries in"):
-        VERBS[verb](store)  # the server vanishes
-    with refusing() as endpoint:
-        unknown = at(endpoint, TransferConfig(max_retries=1))
-        with pytest.raises(StoreUnavailableError, match="cannot reach") as caught:
-            VERBS[verb](unknown)
-        assert "retries in" not in str(caught.value)
 
 
 BEGUN = (
@@ -244,3 +211,98 @@ def test_once_an_object_was_put_the_head_of_an_absent_one_is_one_request():
         with pytest.raises(ObjectNotFoundError):
             store.head("absent")
     assert [method for method, *_ in server.requests] == ["HEAD"]
+
+
+PAGE = b"<html><body>Welcome</body></html>"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {"key": "a", "secret": "b"},
+    "gs": {"token": "t"},
+    "az": {"account_name": "a", "account_key": "a2V5"},
+    "s3 over boto3": {"key": "a", "secret": "b", "transport": "boto3"},
+}
+SAYS = r"(?s)this does not look like a store.*check endpoint_url"
+
+
+@pytest.fixture
+def web() -> Iterator[Callable[[int], str]]:
+    """Makes a web server that answers everything with one status and a page; gives its URL."""
+    with ExitStack() as stack:
+
+        def make(status: int) -> str:
+            server = stack.enter_context(ScriptedServer())
+            page = (status, {"Content-Type": "text/html; charset=utf-8"}, PAGE)
+            server.answer = lambda *_: page
+            return server.endpoint_url
+
+        yield make
+
+
+def url_of(scheme: str) -> str:
+    return f"{scheme.split(maxsplit=1)[0]}://bucket/run"
+
+
+def store_of(scheme: str, endpoint_url: str) -> ObjectStore:
+    return open_store(url_of(scheme), {**OPTIONS[scheme], "endpoint_url": endpoint_url}, ONCE)
+
+
+@pytest.mark.parametrize("scheme", OPTIONS)
+def test_a_page_or_a_404_without_a_code_is_no_stores_answer(web, scheme):
+    store = store_of(scheme, web(200))
+    for verb in ("get", "put", "put_stream", *(["list"] if scheme in ("s3", "gs", "az") else [])):
+        with pytest.raises(DcpObjstoreError, match=SAYS):
+            VERBS[verb](store)
+    store = store_of(scheme, web(404))
+    for verb in ("list", "put", "put_stream"):
+        with pytest.raises(ConfigError, match=SAYS):
+            VERBS[verb](store)
+
+
+def test_a_save_and_a_load_say_that_there_is_no_store(web):
+    for status in (200, 404):
+        options = {**OPTIONS["s3"], "endpoint_url": web(status)}
+        with pytest.raises(ConfigError, match=SAYS):
+            dos.save({"w": torch.ones(2)}, "s3://bucket/run", storage_options=options)
+    options["endpoint_url"] = web(200)
+    with pytest.raises(ConfigError, match=SAYS):
+        dos.load({"w": torch.ones(2)}, "s3://bucket/run", storage_options=options)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "s3 over boto3"])
+def test_a_404_without_a_code_may_say_that_an_object_is_missing(web, scheme):
+    store = store_of(scheme, web(404))
+    for verb in ("get", "head", "open_range"):
+        with pytest.raises(ObjectNotFoundError):
+            VERBS[verb](store)
+    with pytest.raises(ObjectNotFoundError):
+        store.put("k", b"", precondition=IfVersion(Version('"e"', None)))
+    with pytest.raises(ConfigError, match=SAYS):
+        store.put("k", b"", precondition=IfAbsent())
+
+
+def test_only_the_first_empty_listing_asks_whether_there_is_a_store(bucket):
+    with TamperingProxy(bucket.storage_options) as proxy:
+        store = open_store(bucket.url, proxy.storage_options, ONCE)
+        assert list(store.list()) == []
+        assert list(store.list()) == []
+        assert [asked.method for asked in proxy.asked] == ["GET", "HEAD", "GET", "GET", "GET"]
+
+
+LISTING = b"""<ListBucketResult><Name>bucket</Name><KeyCount>1</KeyCount><MaxKeys>1000</MaxKeys>
+<IsTruncated>false</IsTruncated><Contents><Key>run/k</Key><Size>1</Size><ETag>"e"</ETag>
+<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents></ListBucketResult>"""
+
+
+@pytest.mark.parametrize("body", [PAGE, b""])
+@pytest.mark.parametrize("transport", ["native", "boto3", "fsspec"])
+def test_a_page_in_place_of_one_listing_is_not_believed(transport, body):
+    """A run would be taken for an empty one, and its job would begin anew."""
+
+    def answer(method: str, _target: str, nth: int) -> Answer:
+        wrong = method == "GET" and nth == 2
+        return Answer(200, {"Content-Type": "application/xml"}, body if wrong else LISTING)
+
+    with Scripted(answer) as server:
+        store = server.store(TransferConfig(max_retries=2), transport=transport)
+        for _ in range(2):
+            assert [meta.key for meta in store.list()] == ["k"]
+        assert len(server.requests) == 3

@@ -5,25 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from dcp_objstore.checkpoint.names import data_key, new_nonce
-from dcp_objstore.config import TransferConfig
 from dcp_objstore.doctor.access import covering_days, lifecycle_configuration
 from dcp_objstore.errors import (
-    BucketNotFoundError,
-    CredentialsError,
     PermissionDeniedError,
-    StoreUnavailableError,
     UnsupportedError,
 )
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.protocol import UnfinishedUpload
 from dcp_objstore.stores.spec import open_uploads
 from tests.support.scripted import Scripted
-from tests.support.servers import READ_ONLY, Bucket
+from tests.support.servers import Bucket
 from tests.support.unfinished_uploads import PART, begin_upload
 
 
@@ -44,31 +38,6 @@ def test_uploads_are_listed_with_their_bytes_and_aborted(bucket):
     below.abort(one)  # somebody else may have been quicker
     assert below.list() == []
     assert bucket.uploads() == [f"{bucket.prefix}step-10/other #1"]
-
-
-@pytest.mark.backends("seaweed")
-def test_time_of_initiation_is_the_stores(bucket):
-    """moto gives every upload the same time, years ago."""
-    begin_upload(bucket, "x")
-    (one,) = open_uploads(StoreSpec(bucket.url, bucket.storage_options)).list()
-    assert abs(datetime.now(UTC) - one.initiated) < timedelta(minutes=5)
-
-
-@pytest.mark.backends("seaweed")
-def test_errors_are_ours(bucket):
-    options = dict(bucket.storage_options)
-    quick = TransferConfig(max_retries=0, connect_timeout_seconds=2)
-    with pytest.raises(CredentialsError):
-        open_uploads(StoreSpec(bucket.url, {**options, "secret": "wrong" * 5})).list()
-    with pytest.raises(BucketNotFoundError):
-        open_uploads(StoreSpec("s3://no-such-bucket/x", options)).list()
-    begin_upload(bucket, "x")
-    reader = open_uploads(StoreSpec(bucket.url, {**options, **READ_ONLY}))
-    with pytest.raises(PermissionDeniedError):
-        reader.abort(UnfinishedUpload("x", "any", datetime.now(UTC), 0))
-    nobody = {**options, "endpoint_url": "http://127.0.0.1:9"}
-    with pytest.raises(StoreUnavailableError):
-        open_uploads(StoreSpec(bucket.url, nobody, quick)).list()
 
 
 def test_stores_that_have_none_say_so(monkeypatch):

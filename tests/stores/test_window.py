@@ -71,50 +71,6 @@ def test_the_first_transfer_has_085_of_the_best_fixed_numbers_throughput(gib, pi
     assert to_best(store, gib, FAR, piece_mib, mib) >= 0.85
 
 
-def test_the_next_transfers_begin_with_what_the_last_one_found():
-    store = dataclasses.replace(S3, link_mib_per_second=5000)
-    rank = transfer(store, 4, FAR, piece_mib=None)
-    assert rank.busy[0] == 9  # of 32 MiB: a quarter of the time-out at 8 MiB/s
-    assert rank.windows[-1] == AUTO_MOST
-    assert isinstance(rank.admits, Window)
-    later = rank.admits.begun(rank.ended_at + 1, 1)
-    assert later.allowed(16 << 20, 150) == AUTO_MOST
-    assert later.allowed(32 << 20, 150) == 32  # 1 GiB
-
-
-def test_it_does_not_oscillate():
-    store = dataclasses.replace(S3, link_mib_per_second=5000)
-    windows = transfer(store, 12, FAR, mib=16).windows
-    assert set(windows[len(windows) // 4 :]) == {AUTO_MOST}
-
-
-@pytest.mark.parametrize("busy", [1, 8])
-def test_a_store_that_answers_at_once_gets_8_requests_however_busy_the_machine(busy):
-    store = dataclasses.replace(
-        LOOPBACK, mib_per_second=2000 / busy, link_mib_per_second=2000 / busy, slow_share=0.1
-    )
-    rank = transfer(store, 1, NEAR, step_seconds=0.0005)
-    assert set(rank.windows) == {8}
-
-
-def test_a_larger_window_is_not_judged_by_requests_that_were_begun_before():
-    window, now = Window(8.0).begun(0.0, 1), 0.0
-
-    def move(answers: int, seconds: float) -> None:
-        nonlocal window, now
-        for _ in range(answers):
-            now += seconds
-            window = window.moved(now, 4 << 20, int(window.size))
-
-    while window.size == 8:
-        move(1, 0.01)
-    move(16, 0.03)
-    for answers, seconds in ((48, 0.005), (16, 0.015)):  # four rounds count together
-        assert window.size == 16
-        move(answers, seconds)
-    assert window.size == 32
-
-
 def test_a_transfer_begins_with_a_request_after_a_pause_in_which_none_was_in_flight():
     assert Window().begun(0.0, 1).round.began_at == 0.0
     window = Window(8.0, trying=_Try(4.0, 1e6)).begun(0.0, 1).moved(0.0, 4 << 20, 1)
@@ -241,11 +197,6 @@ def test_a_larger_window_must_move_15_per_cent_more_than_the_one_before(mib_per_
     assert (judged.trying is None) == (size == 8)
 
 
-def test_a_link_that_a_few_connections_fill_is_filled():
-    store = dataclasses.replace(S3, link_mib_per_second=240)
-    assert transfer(store, 4, FAR).mib_per_second >= 0.95 * 240
-
-
 @pytest.mark.parametrize("timeout_seconds", [16.0, 150.0])
 @pytest.mark.parametrize("window", cases([FAR, NEAR, Window()], default=[FAR, NEAR]))
 @pytest.mark.parametrize("link_mib_per_second", cases([20, 6, 3], default=[3]))
@@ -263,24 +214,6 @@ def test_on_a_slow_line_no_request_times_out(window, timeout_seconds, link_mib_p
     )
     assert rank.timed_out == 0
     assert rank.mib_per_second >= 0.85 * link_mib_per_second
-
-
-def test_a_line_that_becomes_slow_gets_fewer_requests():
-    found = transfer(dataclasses.replace(S3, link_mib_per_second=5000), 4, FAR).admits
-    assert isinstance(found, Window)
-    assert found.allowed() == AUTO_MOST
-    slow = dataclasses.replace(S3, link_mib_per_second=8)
-    rank = transfer(slow, 2, _earlier(found), piece_mib=None, step_seconds=0.05)
-    assert rank.timed_out == 0
-    assert rank.windows[-1] <= 12
-
-
-def test_a_slow_request_that_ends_after_all_others_says_little_of_the_line():
-    window, now = FAR.begun(0.0, 1), 0.0
-    for _ in range(40):
-        now += 0.1
-        window = window.moved(now, 8 << 20, AUTO_MOST).answered(now, now - 1, AUTO_MOST, 150)
-    assert window.answered(40.0, 0.0, 1, 150).allowed() > 0.9 * AUTO_MOST
 
 
 def test_slow_requests_that_were_begun_before_a_cut_cut_no_further():
@@ -354,12 +287,6 @@ def test_a_rate_ends_a_minute_after_the_last_throttled_request():
     after = window.answered(100.1 + OPEN_AFTER_SECONDS, 160.0, 1, 150)
     assert not after.is_throttled
     assert after.rate(161.0) == math.inf
-
-
-def _earlier(window: Window) -> Window:
-    """As if the clock of a new simulation went on: its times lie before 0."""
-    moved = msgspec.structs.replace(window.round, began_at=-600.0, last_at=-600.0)
-    return msgspec.structs.replace(window, round=moved, cut_at=-600.0)
 
 
 ONE_BY_ONE = [0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1]
