@@ -259,6 +259,22 @@ def test_a_background_save_that_cannot_start_does_not_block_the_next(monkeypatch
     dos.async_save({"w": torch.ones(2)}, memory_url()).result(30)
 
 
+def test_ctrl_c_as_a_save_takes_its_turn_does_not_block_the_next(monkeypatch):
+    begin_after_earlier = async_api._begin_after_earlier
+
+    def interrupted(*args: Any) -> None:
+        begin_after_earlier(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(async_api, "_begin_after_earlier", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            dos.async_save({"w": torch.ones(2)}, memory_url())
+    with pytest.raises(dos.errors.RankFailedError, match="KeyboardInterrupt"):
+        dos.async_save({"w": torch.ones(2)}, memory_url())
+    dos.async_save({"w": torch.ones(2)}, memory_url()).result(30)
+
+
 def test_ctrl_c_as_the_thread_has_begun_leaves_the_save_to_the_thread(monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
     start, run_save = threading.Thread.start, async_api.run_save
