@@ -140,11 +140,7 @@ class RunSaves:
         keywords = self._prepare(step, "wait", described, may_fail=False)
         assert keywords is not None
         self._tried.add(step)  # now: Ctrl-C may come after the commit
-        try:
-            report = api.save_planned(state, self._url_of(step), planner=planner, **keywords)
-        except CheckpointExistsError:
-            self._tried.discard(step)  # what exists is another job's
-            raise
+        report = api.save_planned(state, self._url_of(step), planner=planner, **keywords)
         self._saved.add(step)
         self._note_committed(step)
         self._retain(step, None)
@@ -341,8 +337,7 @@ class RunSaves:
         error, failed = capture(handle.exception)
         if error is not None:
             self._saved.discard(step)
-            if not isinstance(error, CheckpointExistsError):  # what exists is another job's
-                self._tried.add(step)
+            self._tried.add(step)
             failed = None if raised else typed(error, current_rank(), handle.url)
         try:
             raise_on_all(failed, self._url, self._group)
