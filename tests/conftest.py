@@ -197,7 +197,7 @@ def _default_kinds(module: ModuleType, kinds: Sequence[str]) -> Sequence[str]:
 def memory_is_given_back() -> Iterator[None]:
     """What a module put into `memory://` stores goes with it, some gigabytes in all."""
     yield
-    spec._clients.here.clear()
+    spec._clients.clear()
     factory._memory.here.clear()
     # glibc keeps what it was given back: half of what a process here holds.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

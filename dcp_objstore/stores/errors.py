@@ -344,7 +344,7 @@ def meaning_of(error: Exception, facts: Facts) -> Meaning:
         meaning = Meaning(kind)
     if meaning.words:
         return meaning
-    kind, words = meaning.kind, words_for(meaning.kind) or type(error).__name__
+    kind, words = meaning.kind, _WORDS.get(meaning.kind, type(error).__name__)
     if kind is CredentialsError and facts.status is None:
         words = "there are no credentials, or they cannot be used"
     return Meaning(kind, words, _ADVICE.get(kind))
@@ -372,13 +372,19 @@ def of_os(error: OSError) -> DcpObjstoreError:
     """Return the error for one of the operating system's, without the path of a file."""
     text, kind = error.strerror or str(error), kind_of_builtin(error)
     if kind is StoreFullError:
-        return Meaning(kind, words_for(kind), _ADVICE[kind]).error(text)
+        return Meaning(kind, _WORDS[kind], _ADVICE[kind]).error(text)
     return kind(text)
 
 
 def words_for(kind: type[DcpObjstoreError]) -> str | None:
     """Return what an error means to the user, for the beginning of its text; None if unknown."""
     return _WORDS.get(kind)
+
+
+def check_no_page(content_type: object) -> None:
+    """Raise `ConfigError` for a page of HTML, which no object here is."""
+    if str(content_type).startswith("text/html"):
+        raise NO_BUCKET.error()
 
 
 def redacted(text: str) -> str:

@@ -151,8 +151,6 @@ class Capabilities:
         multipart: `put_stream` uploads parts in parallel. Without it a stream is written in order.
         listed_versions: `list` gives the tokens that `head` gives, to be used in an `IfVersion`.
             Without it (GCS), ask `head` first; a listed token is none or another one.
-        equal_parts: all parts of an upload but the last have exactly `part_size_bytes`, which
-            some servers (Cloudflare R2) ask for. True as well where there are no parts.
         clean_abort: a stream whose iterator raises leaves nothing behind on the store: no
             object, no open upload, no parts. Without it, what is left is unseen by `list`.
         atomic_put: an object appears whole or not at all, also when a stream or the process ends
@@ -175,7 +173,6 @@ class Capabilities:
     conditional_update: bool = True
     multipart: bool = True
     listed_versions: bool = True
-    equal_parts: bool = True
     clean_abort: bool = True
     atomic_put: bool = True
     modified_times: bool = True

@@ -21,6 +21,7 @@ from dcp_objstore.errors import DcpObjstoreError, ForkedProcessError
 from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.admission.limiter import Limiter, limiter_at
 from dcp_objstore.stores.errors import Failure
+from dcp_objstore.stores.urls import StoreUrl
 
 T = TypeVar("T")
 
@@ -222,6 +223,25 @@ class Tries:
         return self.policy.patience_seconds - (self._clock.monotonic() - self._began_at)
 
 
+_pid: int | None = None  # the process that made the first clients, or an ancestor's
+
+
+def guard_fork() -> None:
+    """Raise `ForkedProcessError` in a child forked after clients were used; else note our use.
+
+    The threads of their libraries do not survive a fork: every request would hang.
+    """
+    global _pid  # noqa: PLW0603  the threads are of the process
+    pid = os.getpid()
+    if _pid is None:
+        _pid = pid
+    elif _pid != pid:
+        raise ForkedProcessError(
+            f"process {pid} was forked from process {_pid}, which had opened a store;"
+            " requests would hang here. Start it with multiprocessing.get_context('spawn')"
+        )
+
+
 class Requests:
     """The state that the requests to one bucket share.
 
@@ -229,7 +249,7 @@ class Requests:
         config: time-outs and retries; see `policies`.
         judge: a function that says what an exception of the transport means.
         endpoint_url: the server; None for the provider's own.
-        scheme, bucket: the scheme and the bucket of the URL.
+        url: a URL of the bucket.
 
     Attributes:
         endpoint_url: the server; None for the provider's own.
@@ -245,14 +265,12 @@ class Requests:
         config: TransferConfig,
         judge: Callable[[Exception], Failure],
         endpoint_url: str | None,
-        scheme: str,
-        bucket: str,
+        url: StoreUrl,
     ) -> None:
         self.reached = False
         self.endpoint_url = endpoint_url
-        self._pid = os.getpid()
         self._judge = judge
-        self._bucket = (scheme, bucket)
+        self._bucket = (url.scheme, url.bucket)
         self._policy, self._small_policy = policies(config)
         self.small_timeout_seconds = min(
             config.request_timeout_seconds,
@@ -263,14 +281,6 @@ class Requests:
     def limiter(self) -> Limiter:
         """The bucket's limiter in this process, which a forked child has its own of."""
         return limiter_at(self.endpoint_url, *self._bucket)
-
-    def check_process(self) -> None:
-        """Raise `ForkedProcessError` if this process was forked from the one that made this."""
-        if self._pid != os.getpid():
-            raise ForkedProcessError(
-                f"this store was opened in process {self._pid}, from which process {os.getpid()}"
-                " was forked; its connections are not here. Open it again in this process"
-            )
 
     def tries(self, verb: str, key: str, size_bytes: int = 0) -> Tries:
         """Make the tries of one request.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, UnsupportedError
-from dcp_objstore.forking import PerProcess
+from dcp_objstore.stores.retries import guard_fork
 from dcp_objstore.stores.schemes import (
     check_options,
     is_foreign,
@@ -43,8 +43,8 @@ _VARIABLES = ("AWS_", "GOOGLE_", "CLOUDSDK_", "AZURE_", "STORAGE_EMULATOR_", "SS
 
 
 # The clients of this process, the least recently used first.
-_clients: PerProcess[OrderedDict[object, Any]] = PerProcess(OrderedDict)
-_clients_lock = PerProcess(threading.Lock)
+_clients: OrderedDict[object, Any] = OrderedDict()
+_clients_lock = threading.Lock()
 
 
 @dataclass(frozen=True, repr=False, eq=False, init=False)
@@ -144,19 +144,19 @@ class StoreSpec:
 
     def _shared(self, make: Callable[..., C]) -> C:
         """The clients that `make` made for this bucket, options, settings and environment."""
+        guard_fork()
         url, options = self.parsed, self.storage_options
         # The environment is part of the key: credentials in it may have been renewed.
         names = sorted(name for name in os.environ if name.startswith(_VARIABLES))
         environment = tuple((name, os.environ.get(name)) for name in names)
         key = (make, url.scheme, url.bucket, _frozen(options), self.config, environment)
-        with _clients_lock.here:
-            clients = _clients.here
-            if key not in clients:
-                clients[key] = make(url, options, self.config, self.stripped)
-                if len(clients) > _MAX_CACHED_CLIENTS:
-                    clients.popitem(last=False)
-            clients.move_to_end(key)
-            return cast("C", clients[key])
+        with _clients_lock:
+            if key not in _clients:
+                _clients[key] = make(url, options, self.config, self.stripped)
+                if len(_clients) > _MAX_CACHED_CLIENTS:
+                    _clients.popitem(last=False)
+            _clients.move_to_end(key)
+            return cast("C", _clients[key])
 
     def __repr__(self) -> str:
         foreign = is_foreign(self.parsed.scheme)
@@ -218,9 +218,8 @@ def _open_obstore(spec: StoreSpec) -> ObjectStore:
     import obstore.store  # noqa: F401  now, not in the thread of a request: a fork may come then
 
     from dcp_objstore.stores.clients import make_clients
-    from dcp_objstore.stores.obstore.store import ObstoreStore, guard_fork
+    from dcp_objstore.stores.obstore.store import ObstoreStore
 
-    guard_fork()
     copies = spec.parsed.scheme == "s3" and importlib.util.find_spec("boto3") is not None
     return ObstoreStore(
         spec.parsed, spec._shared(make_clients), partial(_open_boto3, spec) if copies else None

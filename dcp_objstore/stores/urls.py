@@ -41,36 +41,8 @@ _OTHER_NAMES = {
     "local": "file",
     "mem": "memory",
 }
-# These wrap another filesystem, lie inside one object, or are not stores. They need more than a
-# URL, so they are taken as an object: storage_options={"fs": filesystem}.
-_ONLY_AS_OBJECTS = frozenset(
-    {
-        "async_wrapper",
-        "asynclocal",
-        "asyncwrapper",
-        "blockcache",
-        "cached",
-        "dask",
-        "data",
-        "dir",
-        "file",
-        "filecache",
-        "generic",
-        "http",
-        "https",
-        "gist",
-        "git",
-        "libarchive",
-        "local",
-        "memory",
-        "pyscript",
-        "reference",
-        "root",
-        "simplecache",
-        "tar",
-        "zip",
-    }
-)
+# fsspec knows them, and they are no stores, or have another name here.
+_NO_STORES = ("data", "file", "http", "https", "local", "memory")
 # `abfss://container@account.dfs.core.windows.net/prefix`, as Hadoop and Azure's portal write it.
 _AZURE_ACCOUNT = re.compile(r"([a-z0-9-]+)@([a-z0-9]{3,24})\.(?:dfs|blob)\.[a-z.]+\Z")
 # Addresses that consoles and other tools show, and the scheme of what they are of. S3: "Methods for
@@ -160,7 +132,7 @@ def is_known_to_fsspec(scheme: str) -> bool:
 
     Known does not mean installed: if its package is missing, opening the store fails.
     """
-    if scheme in _ONLY_AS_OBJECTS or find_spec("fsspec") is None:
+    if scheme in _NO_STORES or find_spec("fsspec") is None:
         return False
     from fsspec.registry import known_implementations, registry
 
@@ -276,11 +248,6 @@ def _fsspec_url(url: str, scheme: str, rest: str) -> StoreUrl:
         # Not repeated: it is a password.
         raise InvalidUrlError(
             f"a password does not belong in a {scheme}:// URL; pass it in storage_options"
-        )
-    if scheme in ("http", "https") and "?" in rest:
-        raise InvalidUrlError(
-            f"{_shown(url)} has a query; keys would follow it. Pass what the server wants to know"
-            " in storage_options"
         )
     if not authority and not prefix.strip("/"):
         raise InvalidUrlError(f"{_shown(url)} names no place; write {scheme}://place/prefix")

@@ -58,11 +58,9 @@ class StreamsContract(Endpoint):
         if capabilities.multipart:
             assert parts is not None, "there are parts, and nobody tells their sizes"
             assert sum(parts) == sum(sizes)
-            if capabilities.equal_parts:
-                assert parts[:-1] == [PART] * (sum(sizes) // PART)
+            assert parts[:-1] == [PART] * (sum(sizes) // PART)
         else:
             assert parts is None, "a store with parts does not say so"
-            assert capabilities.equal_parts
 
     @guarantee("clean abort")
     def test_an_error_in_the_iterator_comes_through_and_leaves_nothing(

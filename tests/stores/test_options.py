@@ -28,9 +28,6 @@ def test_a_spelling_belongs_to_one_option(scheme):
     options = SCHEMAS[scheme].options().values()
     taken = [spelling for option in options for spelling in option.spellings]
     assert len(taken) == len(set(taken))
-    for option in options:
-        leaves = {spelling.rpartition(".")[2] for spelling in taken}
-        assert not leaves & set(option.called)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +59,6 @@ BAD: list[tuple[str, object, str]] = [
     (S3, {"client_kwargs": "x"}, "must be a mapping"),
     (S3, {"sse_kms_key_id": "x"}, "'s3_additional_kwargs': {'SSEKMSKeyId': …}?"),
     (S3, {"s3_additional_kwargs": {"RequestPayer": "x"}}, "in s3_additional_kwargs"),
-    (S3, {"s3_express": True}, "no need for it"),
-    (S3, {"max_retries": 3}, "TransferConfig(max_retries=…)"),
     (S3, {"anon": "yes"}, "must be bool"),
     (S3, {"key": "x"}, "'secret' is missing"),
     (S3, {"secret": "x"}, "'key' is missing"),
@@ -79,11 +74,9 @@ BAD: list[tuple[str, object, str]] = [
     ("gs://bucket", {"secret": "x"}, "gs://"),
     ("gs://bucket", {"tokn": "x"}, "did you mean 'token'?"),
     ("gs://bucket", {"service_account": "x"}, "did you mean 'token'?"),
-    ("gs://bucket", {"user_project": "x"}, "did you mean 'requester_pays'?"),
     ("gs://bucket", {"requester_pays": True, "token": "t"}, "in 'project'"),
     ("gs://bucket", {"token": "browser"}, "gcloud auth application-default login"),
     ("az://box", {"acount_name": "x"}, "did you mean 'account_name'?"),
-    ("az://box", {"key": "x"}, "did you mean 'account_key'?"),
     ("az://box", {"sas_key": "x"}, "did you mean 'sas_token'?"),
     ("az://box", {"account_key": 7}, "must be str"),
     ("az://box", {"account_key": "a\nb"}, "control character"),

@@ -13,6 +13,7 @@ from dcp_objstore.errors import CorruptDataError, PermissionDeniedError, StoreUn
 from dcp_objstore.stores.admission.limiter import RETRY_BUDGET, Limiter
 from dcp_objstore.stores.errors import Facts, Failure
 from dcp_objstore.stores.retries import FIRST_PATIENCE_SECONDS, Requests, RetryPolicy, Tries
+from dcp_objstore.stores.urls import StoreUrl
 
 
 class Clock:
@@ -192,7 +193,7 @@ def test_a_throttled_request_slows_the_process_down_and_the_error_says_so(clock)
 
 def requests_to(server: Server, stall_timeout_seconds: float = 90) -> Requests:
     config = TransferConfig(stall_timeout_seconds=stall_timeout_seconds)
-    return Requests(config, server.judge, None, "s3", secrets.token_hex(4))
+    return Requests(config, server.judge, None, StoreUrl("s3", secrets.token_hex(4), ""))
 
 
 def seconds_of(request: Callable[[], object], clock: Clock) -> float:

@@ -139,27 +139,22 @@ from dcp_objstore.errors import ForkedProcessError
 url, transport, *options = sys.argv[1:]
 options = dict(zip(("key", "secret", "endpoint_url"), options)) or None
 spec = StoreSpec(url, options, TransferConfig(transport=transport))
-is_native = transport == "native"
 store = spec.open()
 store.put("k", b"parent")
 if os.fork() == 0:
     faulthandler.dump_traceback_later(40, exit=True)  # a hang ends as a failure
     for call in (lambda: store.get("k", max_size_bytes=9), lambda: store.put("k", b"child"),
                  lambda: store.head("k"), lambda: list(store.list()), lambda: store.delete("k"),
-                 lambda: read_range(store, "k", 0, 1),
+                 lambda: read_range(store, "k", 0, 1), spec.open,
                  lambda: store.put_stream("k", iter([b"x"]), part_size_bytes=5 << 20,
                                           max_concurrency=1)):
         try:
             call()
         except ForkedProcessError as error:
-            assert ("spawn" if is_native else "Open it again") in str(error)
+            assert "spawn" in str(error)
         else:
             os._exit(3)
-    try:
-        spec.open().put("child", b"x")
-    except ForkedProcessError:
-        os._exit(0 if is_native else 4)
-    os._exit(5 if is_native else 0)
+    os._exit(0)
 status = os.waitstatus_to_exitcode(os.wait()[1])
 assert store.get("k", max_size_bytes=9)[0] == b"parent"
 sys.exit(status)
@@ -168,8 +163,7 @@ sys.exit(status)
 
 @pytest.mark.backends("seaweed")
 @pytest.mark.parametrize("transport", ["native", "boto3", "fsspec", "memory"])
-def test_a_forked_child_uses_nothing_of_its_parent_and_does_not_hang(bucket, transport):
-    """Over the libraries that can, it opens the store again."""
+def test_a_forked_child_raises_and_does_not_hang(bucket, transport):
     given = [str(bucket.storage_options[name]) for name in ("key", "secret", "endpoint_url")]
     given = [bucket.url, transport, *given]
     if transport == "memory":
@@ -263,12 +257,11 @@ def test_urls_that_fsspec_knows_are_taken_literally(url, normal):
         ("oss://bucket/../b", "segment"),
         ("oss://", "names no place"),
         ("simplecache::s3://bucket/x", "storage_options={'fs'"),
-        ("zip://inner::s3://bucket/x.zip", "no bucket|chains|unknown"),
+        ("zip://inner::s3://bucket/x.zip", "segment"),
         ("dbfs:/a/b", "lost a slash"),
         ("s4://bucket/x", "did you mean s3://"),
         ("minio://bucket/x", "did you mean s3://"),
         ("local:///tmp", "did you mean file://"),
-        ("zip://x", "unknown scheme"),
         ("https://host/x", "unknown scheme"),
     ],
 )
@@ -300,8 +293,8 @@ def test_a_filesystem_must_fit_its_url_and_stand_alone(tmp_path):
     ):
         with pytest.raises(ConfigError, match=says):
             StoreSpec(url, options)
-    with pytest.raises(InvalidUrlError):
-        StoreSpec("dir://x")
+    with pytest.raises(ConfigError, match="cannot make a filesystem"):
+        open_store("dir://x")
 
 
 def test_an_asynchronous_filesystem_is_refused():

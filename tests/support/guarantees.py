@@ -54,7 +54,7 @@ GUARANTEES = (
     ),
     Guarantee("quoted ETags", "an update takes an ETag as it was given", ("quoted_e_tags",)),
     Guarantee("parallel parts", "a stream is uploaded part by part, in parallel", ("multipart",)),
-    Guarantee("equal parts", "all parts but the last have the same size", ("equal_parts",)),
+    Guarantee("equal parts", "all parts but the last have the same size"),
     Guarantee("clean abort", "a stream that breaks off leaves nothing", ("clean_abort",)),
     Guarantee("whole or not", "nobody ever sees a part of an object", ("atomic_put",)),
     Guarantee("bounded memory", "a stream's buffers are released while it goes on"),

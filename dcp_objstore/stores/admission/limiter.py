@@ -353,22 +353,19 @@ class AdmissionSlot:
 _ON_THIS_MACHINE = {"file", "memory"}
 
 
-class _Limiters(dict[tuple[str | None, str, str], Limiter]):
-    """The limiters by endpoint, scheme and bucket; each is made when it is first asked for."""
-
-    def __missing__(self, place: tuple[str | None, str, str]) -> Limiter:
-        limiter = Limiter()
-        if place[1] in _ON_THIS_MACHINE:
-            limiter.heard(0.0)
-        return self.setdefault(place, limiter)  # another thread may ask for it, too
-
-
-_limiters = PerProcess(_Limiters)
+# The limiters by endpoint, scheme and bucket.
+_limiters: PerProcess[dict[tuple[str | None, str, str], Limiter]] = PerProcess(dict)
 
 
 def limiter_at(endpoint_url: str | None, scheme: str, bucket: str) -> Limiter:
     """Return the limiter of a bucket at an endpoint (None: the provider's own)."""
-    return _limiters.here[endpoint_url, scheme, bucket]
+    place = endpoint_url, scheme, bucket
+    limiter = _limiters.here.get(place)
+    if limiter is None:
+        limiter = _limiters.here.setdefault(place, Limiter())  # another thread may ask for it, too
+        if scheme in _ON_THIS_MACHINE:
+            limiter.heard(0.0)
+    return limiter
 
 
 def limiter_of(store: ObjectStore) -> Limiter:

@@ -124,13 +124,7 @@ class Filesystems(Requests):
         judge: Callable[[Exception], Failure] = judge_fsspec,
     ) -> None:
         """Keep the filesystems, and switch off their caches of listings."""
-        super().__init__(
-            config,
-            judge,
-            endpoint_url=endpoint_url,
-            scheme=url.scheme,
-            bucket=url.bucket,
-        )
+        super().__init__(config, judge, endpoint_url, url)
         self.read = read
         self.write = read if write is None else write
         self.request_timeout_seconds = config.request_timeout_seconds
@@ -139,8 +133,3 @@ class Filesystems(Requests):
                 # A checkpoint must not be judged by what was there some time ago. Set here, because
                 # not every filesystem takes the option: sftp's passes all it is given to paramiko.
                 fs.dircache.use_listings_cache = False
-
-    def check_process(self) -> None:
-        """Override `Requests.check_process`: without an event loop, a filesystem works there."""
-        if self.read.async_impl:
-            super().check_process()

@@ -11,7 +11,6 @@ so `get` compares the metadata before and after.
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -21,14 +20,11 @@ from typing import Any
 from typing_extensions import Buffer
 
 from dcp_objstore.errors import (
-    BucketNotFoundError,
     DcpObjstoreError,
     ObjectNotFoundError,
-    PreconditionFailedError,
     StoreUnavailableError,
     UnsupportedError,
 )
-from dcp_objstore.forking import PerProcess
 from dcp_objstore.stores.base import BaseStore, WatchedBuffers, cut_parts
 from dcp_objstore.stores.errors import is_of
 from dcp_objstore.stores.fsspec.filesystems import Filesystems, judge_fsspec
@@ -41,6 +37,7 @@ from dcp_objstore.stores.protocol import (
     Version,
 )
 from dcp_objstore.stores.ranges import FETCHED_READING, FetchedSource
+from dcp_objstore.stores.retries import guard_fork
 from dcp_objstore.stores.urls import StoreUrl, check_key
 
 _OURS = ".dcp-objstore."  # names that start so are being written, and are not objects
@@ -51,8 +48,6 @@ _OBJECT_STORES = ("adlfs", _GCSFS, "ocifs", "ossfs", "tosfs")
 # The names that filesystems give to what identifies a state, and to the time of the write.
 _TAGS = ("ETag", "etag", "e_tag", "content_hash", "sha", "ino", "size")
 _TIMES = ("LastModified", "mtime", "last_modified", "modified", "updated", "created")
-# fsspec's memory filesystem has no lock; writers of this process take this one.
-_memory_lock = PerProcess(threading.Lock)
 
 
 class FsspecStore(BaseStore[str]):
@@ -71,11 +66,10 @@ class FsspecStore(BaseStore[str]):
         self._root: str = self._fs._strip_protocol(str(url)).rstrip("/")
         kind = type(self._fs)
         self._is_local = is_of(kind, "fsspec.LocalFileSystem")
-        self._is_memory = is_of(kind, "fsspec.MemoryFileSystem")
         self._writes_whole = is_of(kind, *_OBJECT_STORES)
-        self._is_known = self._is_local or self._is_memory or self._writes_whole
+        self._is_known = self._is_local or self._writes_whole
         # gcsfs creates an object on the condition `ifGenerationMatch=0`.
-        self._creates = self._is_local or self._is_memory or is_of(kind, _GCSFS)
+        self._creates = self._is_local or is_of(kind, _GCSFS)
         self._renames = kind.mv is not AbstractFileSystem.mv
 
     @property
@@ -103,7 +97,7 @@ class FsspecStore(BaseStore[str]):
         return FetchedSource(partial(self._fetch, place), lambda: _version(self._info(place)))
 
     def _place(self, key: str | None) -> str:
-        self._filesystems.check_process()
+        guard_fork()
         return self._root if key is None else f"{self._root}/{check_key(key)}"
 
     def _translate(self, error: Exception) -> DcpObjstoreError:
@@ -185,12 +179,7 @@ class FsspecStore(BaseStore[str]):
             raise
 
     def _move(self, temporary: str, path: str, *, absent: bool) -> None:
-        if self._is_memory:
-            with _memory_lock.here:
-                if absent and self._fs.exists(path):
-                    raise PreconditionFailedError("there is such an object already")
-                self._fs.cp_file(temporary, path)
-        elif absent:
+        if absent:
             self._fs.link(temporary, path)
         elif self._renames:
             if self._fs.isdir(path):  # some would move into it
@@ -239,17 +228,7 @@ class FsspecStore(BaseStore[str]):
         infos: Mapping[str, Mapping[str, Any]] = {}
         with suppress(FileNotFoundError, NotADirectoryError):
             infos = self._fs.find(folder, detail=True)
-        if not infos and is_of(type(self._fs), _GCSFS):
-            self._check_bucket()
         return infos
-
-    def _check_bucket(self) -> None:
-        """Raise BucketNotFoundError if there is none: gcsfs lists it as if it were empty."""
-        bucket = self._root.partition("/")[0]
-        try:
-            self._fs.call("GET", "b/{}/o", bucket, maxResults=1)
-        except FileNotFoundError as error:
-            raise BucketNotFoundError(f"the bucket {bucket} does not exist") from error
 
     def _list(self, folder: str) -> Iterator[ObjectMeta]:
         """The whole listing is in memory."""

@@ -69,13 +69,7 @@ class Clients(Requests):
         credentials: Credentials | None = None,
     ) -> None:
         """Keep the arguments. A client is made when it is first used."""
-        super().__init__(
-            config,
-            judge_obstore,
-            endpoint_url=factory.endpoint_url,
-            scheme=url.scheme,
-            bucket=url.bucket,
-        )
+        super().__init__(config, judge_obstore, factory.endpoint_url, url)
         self._factory = factory
         self.ordered, self.copier = factory.ordered, factory.copier
         self.is_secure = not (factory.endpoint_url or "").startswith("http:")

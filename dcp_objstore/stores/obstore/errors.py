@@ -112,19 +112,13 @@ _NO_REQUESTS: _Signs = {
         "a setting is not valid, in storage_options or in the environment (AWS_*, GOOGLE_*,"
         " AZURE_*)",
     ),
-    "Invalid encryption": Meaning(
-        ConfigError,
-        "'ServerSideEncryption' or 'SSEKMSKeyId' is not valid (AWS_SERVER_SIDE_ENCRYPTION and"
-        " AWS_SSE_KMS_KEY_ID in the environment)",
-    ),
+    "Invalid encryption": Meaning(ConfigError, "'SSEKMSKeyId' or AWS_SSE_KMS_KEY_ID is not valid"),
     "HTTP client error: builder error": Meaning(
         ConfigError,
         "the certificates to trust cannot be read: SSL_CERT_FILE or SSL_CERT_DIR in the environment"
         " names none, or 'verify' does",
     ),
     "failed to parse header": Meaning(ConfigError, "a setting cannot be sent in a header"),
-    "Unable parse source url": Meaning(ConfigError, "the endpoint is no URL"),
-    "Unable to parse url": Meaning(ConfigError, "the endpoint is no URL"),
     # obstore reads the variables of a service account even if it is given other credentials.
     "Unable to open service account file": _OF_GOOGLE,
     "Unable to decode service account file": _OF_GOOGLE,

@@ -15,7 +15,6 @@ Facts about obstore 0.12 that shape this module (each is pinned by a test):
 from __future__ import annotations
 
 import http.client
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,7 +25,7 @@ from typing_extensions import Buffer
 from dcp_objstore import errors
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.stores.base import BaseStore, WatchedBuffers
-from dcp_objstore.stores.errors import CHECK_STORE, NO_STORE, UNCLEAR_IN_HEAD
+from dcp_objstore.stores.errors import NO_BUCKET, UNCLEAR_IN_HEAD, check_no_page
 from dcp_objstore.stores.obstore.clients import Clients
 from dcp_objstore.stores.obstore.copies import copy_object
 from dcp_objstore.stores.obstore.errors import (
@@ -49,7 +48,7 @@ from dcp_objstore.stores.protocol import (
     Version,
 )
 from dcp_objstore.stores.ranges import RangeSource
-from dcp_objstore.stores.retries import SMALL_BYTES
+from dcp_objstore.stores.retries import SMALL_BYTES, guard_fork
 from dcp_objstore.stores.urls import StoreUrl, check_key
 
 # The page of S3 and GCS, and so of one call for the next keys.
@@ -59,24 +58,6 @@ _PAGE_KEYS = 1000
 _ROUND_KEYS = 10
 # A key that no store has; a web server may have a page for every one.
 _NEVER_THERE = ".dcp_objstore/is-this-a-store"
-
-_runtime_pid: int | None = None  # the process that started obstore's runtime, or an ancestor's
-
-
-def guard_fork() -> None:
-    """Raise `ForkedProcessError` in a child forked after obstore was used; else note our use.
-
-    obstore's runtime threads do not survive a fork: every request would hang.
-    """
-    global _runtime_pid  # noqa: PLW0603  the runtime is per process
-    pid = os.getpid()
-    if _runtime_pid is None:
-        _runtime_pid = pid
-    elif _runtime_pid != pid:
-        raise errors.ForkedProcessError(
-            f"process {pid} was forked from process {_runtime_pid}, which had opened a store;"
-            " requests would hang here. Start it with multiprocessing.get_context('spawn')"
-        )
 
 
 class ObstoreStore(BaseStore[str]):
@@ -243,8 +224,7 @@ class ObstoreStore(BaseStore[str]):
             except Exception as error:  # noqa: BLE001  raised again, if boto3 is not to be asked
                 other, key = self._other(error), place.removeprefix(self._root)
                 return other.get(key, max_size_bytes=max_size_bytes)
-            if str(answer.attributes.get("Content-Type", "")).startswith("text/html"):
-                raise errors.ConfigError(NO_STORE, advice=CHECK_STORE)  # no object here is a page
+            check_no_page(answer.attributes.get("Content-Type"))
             meta = self._fits(self._meta(answer.meta), max_size_bytes)
             return bytes(answer.bytes()), meta
 
@@ -368,7 +348,7 @@ class ObstoreStore(BaseStore[str]):
             # A 404, most likely. No other error contradicts the listing that came.
         else:
             if meta["e_tag"] is None:
-                raise errors.ConfigError(NO_STORE, advice=CHECK_STORE)
+                raise NO_BUCKET.error()
         self._clients.proven = True
 
     def _place(self, key: str | None) -> str:

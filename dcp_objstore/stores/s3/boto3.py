@@ -25,21 +25,25 @@ from typing import Any
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.forking import PerProcess
-from dcp_objstore.stores.credentials import Credentials
 from dcp_objstore.stores.options import parse
 from dcp_objstore.stores.protocol import RangeReading, Version
 from dcp_objstore.stores.ranges import Answer, BrokenOffError, RetriedSource
-from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS, Requests
+from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS
 from dcp_objstore.stores.s3.credentials import no_s3_credentials, session_of
 from dcp_objstore.stores.s3.endpoint import is_virtual, s3_server
 from dcp_objstore.stores.s3.errors import judge_botocore
 from dcp_objstore.stores.s3.options import S3Options
-from dcp_objstore.stores.s3.store import S3Store, Use, botocore_settings, check_range_answer
+from dcp_objstore.stores.s3.store import (
+    S3Requests,
+    S3Store,
+    Use,
+    botocore_settings,
+    check_range_answer,
+)
 from dcp_objstore.stores.s3.upload import checksums_for
 from dcp_objstore.stores.urls import StoreUrl
 
-# The locks by endpoint and bucket.
-_conditional_writes: PerProcess[dict[tuple[str | None, str], threading.Lock]] = PerProcess(dict)
+_conditional_writes = PerProcess(threading.Lock)
 
 # Up to this size a body is copied together: a readable one makes botocore wait for the server's
 # "100 Continue" before it sends anything, a round trip more.
@@ -56,9 +60,7 @@ class Boto3Store(S3Store):
     """A store rooted at one URL."""
 
     def __init__(self, url: StoreUrl, clients: Boto3Clients) -> None:
-        super().__init__(
-            url, clients, clients.checksums, extra=clients.payer, sealing=clients.sealing
-        )
+        super().__init__(url, clients)
         self._clients = clients
 
     def _call(
@@ -76,14 +78,13 @@ class Boto3Store(S3Store):
         return body_of(part, check)
 
     def _conditional_write(self) -> threading.Lock:
-        """Return the lock that is held during a conditional write to the bucket.
+        """Return the lock that is held during a conditional write.
 
         `moto.mock_aws` answers in the thread that asks and has no locks: of several threads that
         create an object there, two could win. A server sees to this itself; there such writes are
         so few that it does not matter.
         """
-        place = (self.endpoint_url, self._url.bucket)
-        return _conditional_writes.here.setdefault(place, threading.Lock())
+        return _conditional_writes.here
 
     def _read(
         self, target: Mapping[str, str], max_size_bytes: int
@@ -119,7 +120,7 @@ class Boto3Store(S3Store):
         return ReceivedBody(answer["Body"], Version.of(answer.get("ETag"), answer.get("VersionId")))
 
 
-class Boto3Clients(Requests):
+class Boto3Clients(S3Requests):
     """The clients of a bucket, each made on first use. Each has its own time-outs.
 
     Args:
@@ -127,11 +128,6 @@ class Boto3Clients(Requests):
         options: the options that `check_options` has checked.
         config: time-outs, retries, and how many connections there may be.
         stripped: names of options that were left behind when the spec was pickled.
-
-    Attributes:
-        payer: arguments of every request to a bucket whose requests the caller pays for.
-        sealing: arguments of every write, which say how the store is to encrypt.
-        checksums: the checksums that go with bodies.
 
     Raises:
         CredentialsError: there are none.
@@ -153,17 +149,14 @@ class Boto3Clients(Requests):
         self._session = session = session_of(settings)
         if not settings.anon and session.method is None:
             raise no_s3_credentials(stripped)
-        known = Credentials(
-            "boto3", region=session.region, endpoint_url=session.endpoint_url, core=session.core
-        )
-        endpoint_url, self._region = s3_server(settings, known)
-        style = settings.addressing_style or session.addressing_style
+        endpoint_url, self._region = s3_server(settings, session.profile)
+        style = settings.addressing_style or session.profile.addressing_style
         self._style = "virtual" if is_virtual(style, endpoint_url, url.bucket) else "path"
         self._lock = threading.Lock()
         self._made: dict[Use, Any] = {}
         self.payer = {"RequestPayer": "requester"} if settings.requester_pays else {}
         self.sealing = settings.encryption
-        super().__init__(config, judge_botocore, endpoint_url, scheme="s3", bucket=url.bucket)
+        super().__init__(config, judge_botocore, endpoint_url, url)
         self.checksums = checksums_for(settings, endpoint_url)
 
     def get(self, use: Use) -> Any:
@@ -172,11 +165,7 @@ class Boto3Clients(Requests):
         Args:
             use: `write` waits `request_timeout_seconds` for an answer, `small` less; `read` gives
                 up sooner on a body that makes no progress.
-
-        Raises:
-            ForkedProcessError: this process was forked from the one that made the clients.
         """
-        self.check_process()
         with self._lock:
             if use not in self._made:
                 self._made[use] = self._make(use)

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +53,6 @@ _OF_BOTO3 = (
 _OF_OBSTORE = ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
 _AGENT = "AWS_CONTAINER_CREDENTIALS_FULL_URI"
 _METADATA = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
-_OF_OBJECT_STORE = "AWS_METADATA_ENDPOINT"  # obstore's name for it
 
 
 def find_s3_credentials(settings: S3Options, stripped: tuple[str, ...] = ()) -> Credentials:
@@ -109,8 +109,6 @@ def keys_of_environment() -> Credentials | None:
 
 def _from_machine() -> Credentials | None:
     profile = S3Options.option("profile").from_environment()
-    if os.environ.get(_OF_OBJECT_STORE):
-        raise CredentialsError(f"{_OF_OBJECT_STORE} is not read: set {_METADATA} in its place")
     if profile:
         return _from_boto3(profile, f"AWS_PROFILE={profile}")
     for name in _TOKEN_FILES:
@@ -167,15 +165,7 @@ def _from_boto3(profile: str | None, named: str | None) -> Credentials | None:
         return open_boto3_session(source, profile_name=profile).session.get_credentials()
 
     provider = Renewing(source, of_botocore(load))
-    return Credentials(
-        source,
-        provider,
-        renew=provider.renew,
-        region=found.region,
-        endpoint_url=found.endpoint_url,
-        addressing_style=found.addressing_style,
-        core=found.core,
-    )
+    return replace(found.profile, source=source, provider=provider, renew=provider.renew)
 
 
 class Boto3Session(NamedTuple):
@@ -183,19 +173,13 @@ class Boto3Session(NamedTuple):
 
     Attributes:
         session: a `boto3.Session`.
-        core: its session of botocore.
         method: the way by which boto3's chain found credentials, in its own word; None: no way.
-        region: the profile's (or the environment's) region, or None.
-        endpoint_url: the profile's endpoint for S3, or None.
-        addressing_style: the profile's addressing style for S3, or None.
+        profile: the settings of the profile, or else of the environment.
     """
 
     session: Any
-    core: Any
     method: str | None
-    region: str | None
-    endpoint_url: str | None
-    addressing_style: str | None
+    profile: Credentials
 
 
 def open_boto3_session(source: str, **arguments: Any) -> Boto3Session:
@@ -228,14 +212,14 @@ def open_boto3_session(source: str, **arguments: Any) -> Boto3Session:
         named = core.full_config.get("services", {}).get(services, {})
         endpoint = (named.get("s3") or {}).get("endpoint_url", endpoint)
     of_s3 = scoped.get("s3")
-    return Boto3Session(
-        session,
-        core,
-        method=None if credentials is None else credentials.method,
+    profile = Credentials(
+        source,
         region=session.region_name,
         endpoint_url=endpoint,
         addressing_style=of_s3.get("addressing_style") if isinstance(of_s3, dict) else None,
+        core=core,
     )
+    return Boto3Session(session, None if credentials is None else credentials.method, profile)
 
 
 def session_of(settings: S3Options) -> Boto3Session:

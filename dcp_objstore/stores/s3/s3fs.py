@@ -22,7 +22,13 @@ from dcp_objstore.stores.s3.credentials import keys_of_environment
 from dcp_objstore.stores.s3.endpoint import s3_server
 from dcp_objstore.stores.s3.errors import read_botocore
 from dcp_objstore.stores.s3.options import S3Options
-from dcp_objstore.stores.s3.store import S3Store, Use, botocore_settings, check_range_answer
+from dcp_objstore.stores.s3.store import (
+    S3Requests,
+    S3Store,
+    Use,
+    botocore_settings,
+    check_range_answer,
+)
 from dcp_objstore.stores.s3.upload import Checksums, checksums_for
 from dcp_objstore.stores.urls import StoreUrl
 from dcp_objstore.threads import STEP_SECONDS, result_of
@@ -30,48 +36,33 @@ from dcp_objstore.threads import STEP_SECONDS, result_of
 S3FS = "s3fs.S3FileSystem"  # others call themselves `s3` as well
 
 
-def is_of_botocore(error: BaseException) -> bool:
-    """Whether an error is botocore's, or was raised from one, as those of s3fs are."""
-    return is_from(error, "botocore")
-
-
-def read_s3fs(error: Exception) -> Facts:
+def read_s3fs(error: Exception, *, conditional: bool = False) -> Facts:
     """Read what s3fs raised: an error of botocore, of aiohttp, or a builtin one."""
-    return read_botocore(error) if is_of_botocore(error) else read_fsspec(error)
+    if is_from(error, "botocore") or isinstance(error, (KeyError, RecursionError)):
+        return read_botocore(error, conditional=conditional)
+    return read_fsspec(error)
 
 
 judge_s3fs = partial(errors.judge, read=read_s3fs)
 
 
-class S3Filesystems(Filesystems):
-    """The filesystems of s3fs that carry the requests to one bucket.
-
-    Attributes:
-        checksums: the checksums that go with bodies.
-    """
+class S3Filesystems(S3Requests, Filesystems):
+    """The filesystems of s3fs that carry the requests to one bucket."""
 
     def __init__(self, *args: Any, checksums: Checksums, **settings: Any) -> None:
-        super().__init__(*args, judge=judge_s3fs, **settings)
+        Filesystems.__init__(self, *args, judge=judge_s3fs, **settings)
         self.checksums = checksums
+        self.payer, self.sealing = self.read.req_kw, self.read.s3_additional_kwargs
 
 
 class S3fsStore(S3Store):
     """A store rooted at one URL, over s3fs."""
 
-    def __init__(self, url: StoreUrl, filesystems: S3Filesystems) -> None:
-        fs = filesystems.read
-        super().__init__(
-            url,
-            filesystems,
-            filesystems.checksums,
-            extra=fs.req_kw,  # RequestPayer
-            sealing=fs.s3_additional_kwargs,
-        )
-        self._filesystems = filesystems
+    _facts = staticmethod(read_s3fs)
 
-    def _place(self, key: str | None) -> dict[str, str]:
-        self._filesystems.check_process()
-        return super()._place(key)
+    def __init__(self, url: StoreUrl, filesystems: S3Filesystems) -> None:
+        super().__init__(url, filesystems)
+        self._filesystems = filesystems
 
     def _call(
         self,
@@ -106,11 +97,6 @@ class S3fsStore(S3Store):
         check: Callable[[], None] | None,  # noqa: ARG002  `_call` calls it
     ) -> bytes:
         return b"".join(part)
-
-    def _facts(self, error: Exception, *, conditional: bool = False) -> Facts:
-        if is_of_botocore(error) or isinstance(error, (KeyError, RecursionError)):
-            return super()._facts(error, conditional=conditional)
-        return read_fsspec(error)
 
     def _read(
         self, target: Mapping[str, str], max_size_bytes: int

@@ -18,7 +18,6 @@ from typing_extensions import Buffer
 
 from dcp_objstore.config import TransferConfig, at_most
 from dcp_objstore.errors import (
-    ConfigError,
     CorruptDataError,
     DcpObjstoreError,
     InputError,
@@ -38,7 +37,7 @@ from dcp_objstore.stores.protocol import (
     Precondition,
     Version,
 )
-from dcp_objstore.stores.retries import SMALL_BYTES, Requests
+from dcp_objstore.stores.retries import SMALL_BYTES, Requests, guard_fork
 from dcp_objstore.stores.s3.errors import read_botocore, status_of
 from dcp_objstore.stores.s3.upload import Checksums, CopiedPart, MultipartUpload
 from dcp_objstore.stores.urls import StoreUrl, check_key, parse_url
@@ -49,31 +48,37 @@ _READS = ("get_object", "head_object", "list_objects_v2")
 _SMALL_WRITES = ("put_object", "delete_object", "create_multipart_upload")
 
 
+class S3Requests(Requests):
+    """The requests to one bucket, by the operations of S3.
+
+    Attributes:
+        payer: arguments of every request to a bucket whose requests the caller pays for.
+        sealing: arguments of every write, which say how the store is to encrypt.
+        checksums: the checksums that go with bodies.
+    """
+
+    payer: Mapping[str, str]
+    sealing: Mapping[str, str | bool]
+    checksums: Checksums
+
+
 class S3Store(BaseStore["dict[str, str]"]):
     """A store rooted at one s3:// URL. An object's place is the arguments that name it.
 
     Args:
         url: the root.
-        requests: what sends requests to the bucket again.
-        checksums: the checksums that go with bodies.
-        extra: arguments of every request.
-        sealing: arguments of every write, which say how the store is to encrypt.
+        requests: the requests to its bucket.
     """
 
-    def __init__(
-        self,
-        url: StoreUrl,
-        requests: Requests,
-        checksums: Checksums,
-        *,
-        extra: Mapping[str, str] | None = None,
-        sealing: Mapping[str, str | bool] | None = None,
-    ) -> None:
+    # Reads what an operation raised; `conditional`: it had an `If-Match`.
+    _facts: Callable[..., errors.Facts] = staticmethod(read_botocore)
+
+    def __init__(self, url: StoreUrl, requests: S3Requests) -> None:
         super().__init__(url, requests.endpoint_url)
         self._requests = requests
-        self._checksums = checksums
-        self._sealing = sealing or {}
-        self._bucket = {"Bucket": url.bucket, **(extra or {})}
+        self._checksums = requests.checksums
+        self._sealing = requests.sealing
+        self._bucket = {"Bucket": url.bucket, **requests.payer}
         self._root = f"{url.prefix}/" if url.prefix else ""
 
     @property
@@ -110,10 +115,6 @@ class S3Store(BaseStore["dict[str, str]"]):
 
     def _translate(self, error: Exception, *, conditional: bool = False) -> DcpObjstoreError:
         return errors.judge(error, partial(self._facts, conditional=conditional)).error
-
-    def _facts(self, error: Exception, *, conditional: bool = False) -> errors.Facts:
-        """Read what an operation raised; `conditional`: it had an `If-Match`."""
-        return read_botocore(error, conditional=conditional)
 
     def _conditional_write(self) -> AbstractContextManager[Any]:
         """Return the context in which a conditional write is sent."""
@@ -293,10 +294,7 @@ class S3Store(BaseStore["dict[str, str]"]):
 
     def _get(self, place: dict[str, str], max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         answer, body = self._read_again("get", place, max_size_bytes)
-        if str(answer.get("ContentType", "")).startswith("text/html"):
-            raise ConfigError(
-                errors.NO_STORE, advice=errors.CHECK_STORE
-            )  # no object here is a page
+        errors.check_no_page(answer.get("ContentType"))
         return bytes(body or b""), self._fits(self._meta(place, answer), max_size_bytes)
 
     def _read_again(
@@ -329,6 +327,7 @@ class S3Store(BaseStore["dict[str, str]"]):
         return ObjectMeta(key, answer["ContentLength"], _version(answer), answer["LastModified"])
 
     def _place(self, key: str | None) -> dict[str, str]:
+        guard_fork()
         if key is None:
             return dict(self._bucket)
         return {**self._bucket, "Key": self._root + check_key(key)}

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from dcp_objstore.errors import ConfigError, InputError
+from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.s3.endpoint import s3_checksum
 from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, without_frames
 from dcp_objstore.stores.s3.options import S3Options
@@ -93,8 +93,6 @@ class MultipartUpload:
         if self._error is not None:
             raise self._error
         self._count += 1
-        if self._count > 10_000:
-            raise InputError("more than 10,000 parts; raise TransferConfig.part_size_bytes")
         self._tasks.put((self._count, part))
         if len(self._team) < min(self.threads, self._count):
             # Daemons: a request that hangs must not keep a program alive that was told to stop.
