@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import InputError, UnsupportedError
+from dcp_objstore.errors import BucketNotFoundError, InputError, UnsupportedError
 from dcp_objstore.stores import ObjectStore, open_store
 from tests.contract import (
     PART,
@@ -192,3 +192,9 @@ class TestGcsfs(StoreContract):
     def store_at(self, endpoint_url: str) -> ObjectStore:
         pytest.importorskip("gcsfs")
         return open_store("gs://bucket/run", {"anon": True, "endpoint_url": endpoint_url}, ONCE)
+
+    def test_a_missing_bucket_is_not_listed_as_an_empty_one(self, fake_gcs):
+        store = open_store(f"gs://{BUCKET}/nothing", fake_gcs.storage_options, FSSPEC)
+        assert not list(store.list())
+        with pytest.raises(BucketNotFoundError, match="the bucket nowhere does not exist"):
+            list(open_store("gs://nowhere/run", fake_gcs.storage_options, FSSPEC).list())

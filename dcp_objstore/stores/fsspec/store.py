@@ -20,6 +20,7 @@ from typing import Any
 from typing_extensions import Buffer
 
 from dcp_objstore.errors import (
+    BucketNotFoundError,
     DcpObjstoreError,
     ObjectNotFoundError,
     StoreUnavailableError,
@@ -228,7 +229,17 @@ class FsspecStore(BaseStore[str]):
         infos: Mapping[str, Mapping[str, Any]] = {}
         with suppress(FileNotFoundError, NotADirectoryError):
             infos = self._fs.find(folder, detail=True)
+        if not infos and is_of(type(self._fs), _GCSFS):
+            self._check_bucket()
         return infos
+
+    def _check_bucket(self) -> None:
+        """Raise BucketNotFoundError if there is none: gcsfs lists it as if it were empty."""
+        bucket = self._root.partition("/")[0]
+        try:
+            self._fs.call("GET", "b/{}/o", bucket, maxResults=1)
+        except FileNotFoundError as error:
+            raise BucketNotFoundError(f"the bucket {bucket} does not exist") from error
 
     def _list(self, folder: str) -> Iterator[ObjectMeta]:
         """The whole listing is in memory."""
