@@ -14,13 +14,26 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Final, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from dcp_objstore.errors import ConfigError
 
 S = TypeVar("S", bound="Schema")
 
 _KEY = "option"
+# Settings of obstore that need no option here, and why.
+_NEEDLESS: Final = {
+    "s3_express": "a directory bucket is known by its name (…--x-s3)",
+    "aws_s3_express": "a directory bucket is known by its name (…--x-s3)",
+    "conditional_put": "conditional writes are tried out, not set",
+    "aws_conditional_put": "conditional writes are tried out, not set",
+    "bucket": "the URL names the bucket",
+    "aws_bucket": "the URL names the bucket",
+    "max_retries": "that is TransferConfig(max_retries=…)",
+    "retry_timeout": "that is TransferConfig(retry_timeout_seconds=…)",
+    "timeout": "that is TransferConfig(request_timeout_seconds=…)",
+    "connect_timeout": "that is TransferConfig(connect_timeout_seconds=…)",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +46,7 @@ class Option:
             field's name.
         also: other spellings that are taken, as fsspec's filesystems have them.
         native: obstore's names for it. They are not taken; an error hints at the right name.
+        called: other tools' names for it. They are not taken either.
         environment: variables that set it; the first that is set counts.
         secret: whether it holds a credential.
         field: its field of the schema; found there, like `kinds`.
@@ -43,6 +57,7 @@ class Option:
     name: str = ""
     also: tuple[str, ...] = ()
     native: tuple[str, ...] = ()
+    called: tuple[str, ...] = ()
     environment: tuple[str, ...] = ()
     secret: bool = False
     field: str = ""
@@ -296,9 +311,11 @@ def _hint(schema: type[Schema], name: str, known: Collection[str]) -> str | None
         name: the name as it was given, inside one mapping of the options.
         known: the names that this mapping takes.
     """
+    if name in _NEEDLESS:
+        return f"there is no need for it: {_NEEDLESS[name]}."
     for option in schema.options().values():
         leaves = [spelling.rpartition(".")[2] for spelling in option.spellings]
-        if name in leaves or name in option.native:
+        if name in leaves or name in option.native or name in option.called:
             here = next((leaf for leaf in leaves if leaf in known), None)
             outside = ", outside of this mapping" if here is None and "." not in option.name else ""
             return f"did you mean {_written(here or option.name)}{outside}?"

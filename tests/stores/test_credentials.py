@@ -65,6 +65,9 @@ def test_a_metadata_service_that_is_not_there(bucket, monkeypatch):
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(CredentialsError, match="no credentials"):
         open_store(bucket.url)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(CredentialsError, match="AWS_EC2_METADATA_SERVICE_ENDPOINT"):
+        open_store(bucket.url)
 
 
 @both

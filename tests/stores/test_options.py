@@ -51,6 +51,8 @@ BAD: list[tuple[str, object, str]] = [
     (S3, {"kye": "x"}, "did you mean 'key'?"),
     (S3, {"endpoint": "x"}, "did you mean 'endpoint_url'?"),
     (S3, {"aws_secret_access_key": "x"}, "did you mean 'secret'?"),
+    (S3, {"access_key": "x"}, "did you mean 'key'?"),  # as MinIO's clients call it
+    (S3, {"s3_express": True}, "no need for it"),
     (S3, {"virtual_hosted_style_request": True}, "did you mean 'addressing_style'?"),
     (S3, {"zzzzzz": 1}, ". Known: key, secret"),
     (S3, {"client_kwargs": {"region": "x"}}, "did you mean 'region_name'?"),
@@ -77,6 +79,7 @@ BAD: list[tuple[str, object, str]] = [
     ("gs://bucket", {"requester_pays": True, "token": "t"}, "in 'project'"),
     ("gs://bucket", {"token": "browser"}, "gcloud auth application-default login"),
     ("az://box", {"acount_name": "x"}, "did you mean 'account_name'?"),
+    ("az://box", {"anonymous": True}, "did you mean 'anon'?"),
     ("az://box", {"sas_key": "x"}, "did you mean 'sas_token'?"),
     ("az://box", {"account_key": 7}, "must be str"),
     ("az://box", {"account_key": "a\nb"}, "control character"),

@@ -21,11 +21,13 @@ class AzureOptions(Schema):
     account_name: str | None = option(
         "the storage account",
         native=("azure_storage_account_name",),
+        called=("account",),
         environment=("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"),
     )
     account_key: str | None = option(
         "its key",
         native=("access_key", "azure_storage_account_key", "azure_storage_access_key"),
+        called=("key",),
         environment=(
             "AZURE_STORAGE_ACCOUNT_KEY",
             "AZURE_STORAGE_ACCESS_KEY",
@@ -46,6 +48,7 @@ class AzureOptions(Schema):
     )
     credential: object = option(
         "credentials of azure-identity, a shared access signature, or the account's key",
+        called=("bearer_token", "credentials", "token"),
         secret=True,
     )
     tenant_id: str | None = option(
@@ -68,11 +71,13 @@ class AzureOptions(Schema):
         "no credentials: a public container",
         default=False,
         native=("skip_signature",),
+        called=("anonymous",),
     )
     endpoint_url: str | None = option(
         "the account's URL or host, in another cloud than Azure's public one or on another server",
         also=("account_host",),
         native=("endpoint", "azure_storage_endpoint"),
+        called=("account_url",),
         environment=("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
     )
     verify: bool | str = option(

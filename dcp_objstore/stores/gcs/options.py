@@ -25,6 +25,7 @@ class GcsOptions(Schema):
         "`google_default`, `cloud`, `anon`, an access token, a key in JSON or its path, or"
         " credentials of google-auth",
         native=("service_account_key", "service_account", "application_credentials"),
+        called=("bearer_token", "credentials"),
         environment=(
             "GOOGLE_BEARER_TOKEN",
             "GOOGLE_SERVICE_ACCOUNT",
@@ -38,15 +39,18 @@ class GcsOptions(Schema):
         "no credentials: a public bucket",
         default=False,
         native=("skip_signature",),
+        called=("anonymous",),
     )
     project: str | None = option("the project that pays, with `requester_pays`")
     requester_pays: bool | str = option(
         "True, or the name of the project that pays for the requests",
         default=False,
+        called=("user_project",),
     )
     endpoint_url: str | None = option(
         "another server than Google's",
         also=("base_url",),
+        called=("endpoint",),
         environment=("GOOGLE_BASE_URL", _EMULATOR),
     )
     verify: bool | str = option(

@@ -53,6 +53,7 @@ _OF_BOTO3 = (
 _OF_OBSTORE = ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
 _AGENT = "AWS_CONTAINER_CREDENTIALS_FULL_URI"
 _METADATA = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
+_OF_OBJECT_STORE = "AWS_METADATA_ENDPOINT"  # obstore's name for it
 
 
 def find_s3_credentials(settings: S3Options, stripped: tuple[str, ...] = ()) -> Credentials:
@@ -109,6 +110,8 @@ def keys_of_environment() -> Credentials | None:
 
 def _from_machine() -> Credentials | None:
     profile = S3Options.option("profile").from_environment()
+    if os.environ.get(_OF_OBJECT_STORE):
+        raise CredentialsError(f"{_OF_OBJECT_STORE} is not read: set {_METADATA} in its place")
     if profile:
         return _from_boto3(profile, f"AWS_PROFILE={profile}")
     for name in _TOKEN_FILES:

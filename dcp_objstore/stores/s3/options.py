@@ -30,6 +30,7 @@ class S3Options(Schema):
         "access key id, together with `secret`",
         also=("client_kwargs.aws_access_key_id",),
         native=("access_key_id", "aws_access_key_id"),
+        called=("access_key",),
         environment=("AWS_ACCESS_KEY_ID",),
         secret=True,
     )
@@ -37,6 +38,7 @@ class S3Options(Schema):
         "secret access key",
         also=("client_kwargs.aws_secret_access_key",),
         native=("secret_access_key", "aws_secret_access_key"),
+        called=("secret_key",),
         environment=("AWS_SECRET_ACCESS_KEY",),
         secret=True,
     )
@@ -55,6 +57,7 @@ class S3Options(Schema):
         "no credentials: a public bucket",
         default=False,
         native=("skip_signature", "aws_skip_signature"),
+        called=("anonymous",),
     )
     endpoint_url: str | None = option(
         "another server than AWS: `http(s)://host[:port][/path]`",
