@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import dcp_objstore as dos
+from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.config import MIB
 from tests.support.command_line import environment
-from tests.support.proxy import Asked, NetworkProxy
-from tests.support.servers import Bucket
+from tests.support.proxy import Asked, NetworkProxy, Refuse
+from tests.support.servers import BUCKET, Bucket
 
 # Of which an upload has two parts, and a load several requests.
 ELEMENTS = 5 * MIB  # 20 MiB
@@ -96,9 +97,11 @@ def place(bucket: Bucket, tmp_path: Path) -> Place:
     return save(bucket, tmp_path)
 
 
-def start(words: list[str], options: Mapping[str, object]) -> subprocess.Popen[str]:
+def start(
+    words: list[str], options: Mapping[str, object], program: Sequence[str] = ("-m", "dcp_objstore")
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "dcp_objstore", *words],
+        [sys.executable, *program, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -164,6 +167,51 @@ def test_keys_that_are_not_there_are_named(tmp_path):
     assert sorted(one.name for one in tmp_path.iterdir()) == ["model.pt", "step-1"]
 
 
+@pytest.mark.campaign
+@pytest.mark.backends("seaweed")
+@pytest.mark.parametrize("name", READ)
+def test_a_damaged_block_ends_every_command_that_reads_it(place, name):
+    (key,) = (key for key in place.bucket.keys("step-1") if key.endswith(".distcp"))
+    place.bucket.flip_byte(f"step-1/{key}", 9 * MIB)
+    said = assert_failed(start(place.commands[name], place.bucket.storage_options), 4)
+    assert "w[" in said or "key w" in said or "of w" in said, said
+    assert place.results() == []
+
+
+ON_A_LITTLE_DISK = f"""
+import resource
+from dcp_objstore.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, ({6 * MIB}, {6 * MIB}))
+main()
+"""
+
+
+@pytest.mark.campaign
+@pytest.mark.backends("seaweed")
+def test_a_full_disk_ends_every_command_that_writes_there(place):
+    local = [
+        *(place.commands[name] for name in READ if "--" not in name and "a " in name),
+        ["bench", f"file://{place.folder}/out", "--size", "40MiB"],
+    ]
+    assert len(local) == 5
+    for words in local:
+        done = start(words, place.bucket.storage_options, ("-c", ON_A_LITTLE_DISK))
+        assert_failed(done, 2, "File too large")
+        assert place.results() == [], words
+
+
+@pytest.mark.campaign
+@pytest.mark.backends("seaweed")
+def test_a_full_bucket_ends_every_command_that_writes_there(place):
+    with NetworkProxy(place.bucket.storage_options) as proxy:
+        proxy.plan = lambda asked: (
+            Refuse(403, "QuotaExceeded") if "partNumber=2" in asked.query else None
+        )
+        for name in WRITTEN:
+            assert_failed(start(place.commands[name], proxy.storage_options), 2, "full")
+            assert place.results() == [], name
+
+
 def is_data(asked: Asked) -> bool:
     is_range = asked.method == "GET" and asked.name.endswith(".distcp")
     return is_range or (asked.method == "PUT" and "partNumber=2" in asked.query)
@@ -187,3 +235,39 @@ def test_ctrl_c_ends_every_command_and_leaves_nothing(place, name):
     kept = [one for one in place.bucket.uploads() if "/out/" in one]
     kept += [one for one in place.results() if not (is_save and one.endswith(".distcp"))]
     assert kept == []
+
+
+@pytest.fixture
+def doomed(tmp_path: Path) -> Iterator[tuple[SeaweedServer, Place, NetworkProxy]]:
+    with SeaweedServer() as server, NetworkProxy(server.storage_options) as proxy:
+        server.create_bucket(BUCKET)
+        options = server.storage_options
+        yield (
+            server,
+            save(Bucket("seaweed", f"s3://{BUCKET}/run", options, options), tmp_path),
+            proxy,
+        )
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)  # each command retries for about a minute
+def test_a_server_that_dies_ends_every_command_and_no_result_is_half_written(doomed):
+    server, place, proxy = doomed
+    for names in (READ, WRITTEN):
+        held = {}
+        running = {}
+        for name in names:
+            held[name] = proxy.hold(is_data, times=1)
+            running[name] = start(place.commands[name], proxy.storage_options)
+            held[name].wait()
+        server.kill()
+        proxy.hang_up()
+        said = {name: assert_failed(done, 3) for name, done in running.items()}
+        server.restart()
+        results = place.results()
+        assert not any(one.endswith("_COMMIT") and "/.bench-" not in one for one in results)
+        assert not any(one.startswith("out/model") for one in results), results
+        if place.bucket.uploads():
+            assert any("incomplete multipart upload" in one for one in said.values())
+        if any(".bench-" in one for one in results):
+            assert "remove everything below" in said["bench"]
