@@ -224,6 +224,56 @@ def test_ctrl_c_ends_a_stalled_save_long_before_any_time_out(bucket, proxy, crew
     held.release()
 
 
+@pytest.mark.campaign
+def test_a_store_that_stalls_after_the_commit_does_not_hold_the_save_up(bucket, proxy):
+    url, options = bucket.at("step-1"), bucket.storage_options
+    held = proxy.hold(lambda asked: asked.name == ".metadata" and asked.method == "PUT")
+    ways, configs = [proxy.storage_options, options], [IMPATIENT, PATIENT]
+    run_ranks(2, save, url, ways, configs, timeout_seconds=SOON_SECONDS)
+    assert held.reached
+    assert_loads(url, options)
+    held.release()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", ["_COMMIT", "index."])
+def test_a_load_that_is_stalled_before_its_first_byte_fails_soon_on_every_rank(bucket, proxy, name):
+    url, options = bucket.at("step-1"), bucket.storage_options
+    run_ranks(2, save, url, [options], [PATIENT])
+    held = proxy.hold(lambda asked: asked.name.startswith(name), "answer", after_bytes=20)
+    ways = [proxy.storage_options]
+    for outcome in end_soon(load, url, ways * 2, [IMPATIENT]):
+        assert isinstance(outcome.error, RetryableError), str(outcome)
+    assert held.reached
+    held.release()
+
+
+@pytest.mark.campaign
+def test_one_stalled_connection_only_delays_a_save(bucket, proxy):
+    url = bucket.at("step-1")
+    held = proxy.hold(is_part, after_bytes=MIB, times=1)
+    config = dos.TransferConfig(
+        part_size_bytes=PART_SIZE_BYTES, request_timeout_seconds=2, stall_timeout_seconds=30
+    )
+    run_ranks(2, save, url, [proxy.storage_options], [config], timeout_seconds=150)
+    assert held.reached
+    assert_loads(url, bucket.storage_options)
+    assert bucket.uploads() == []
+    held.release()
+
+
+@pytest.mark.campaign
+def test_a_slow_network_is_no_stall(bucket, proxy):
+    """A part takes nearly half of the stall time-out; all of a rank's take longer than that."""
+    url = bucket.at("step-1")
+    proxy.bytes_per_second = 4 * MIB
+    config = dos.TransferConfig(
+        part_size_bytes=PART_SIZE_BYTES, upload_concurrency=1, stall_timeout_seconds=3
+    )
+    run_ranks(2, save, url, [proxy.storage_options], [config], timeout_seconds=150)
+    assert_loads(url, bucket.storage_options)
+
+
 # --- cuts
 
 
