@@ -76,7 +76,7 @@ def limiter_at(url: str, at: SlowSink | NetworkProxy) -> Limiter:
 
 
 @pytest.mark.parametrize(
-    ("parts", "status"), cases([(32, 503), (96, 503), (96, 429)], default=[(32, 503)])
+    ("parts", "status"), cases([(64, 503), (96, 503), (96, 429)], default=[(64, 503)])
 )
 def test_a_throttled_save_ends_well_with_few_more_requests(sink, parts, status):
     save(PART_BYTES, "s3://bucket/first", sink)  # the store is tried out once

@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
-from dcp_objstore.convert import import_checkpoint
+from dcp_objstore.convert import copied_files
 from dcp_objstore.convert.sources import TorchSource
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -305,8 +305,8 @@ def torch_objects(folder: Path, value: float) -> dict[str, bytes]:
 def test_a_source_that_is_replaced_is_not_imported(
     through, monkeypatch, stock, url, tmp_path, kind, nth
 ):
-    monkeypatch.setattr(import_checkpoint, "_DOWNLOAD_BYTES", 1024 * 1024)
-    monkeypatch.setattr(import_checkpoint, "_CONCURRENT_DOWNLOADS", 1)
+    monkeypatch.setattr(copied_files, "_PIECE_BYTES", 1024 * 1024)
+    monkeypatch.setattr(copied_files, "_CONCURRENT_READS", 1)
     old, new = {
         "safetensors": (safetensors_objects(1.0), safetensors_objects(2.0)),
         "pt": (torch_objects(tmp_path, 1.0), torch_objects(tmp_path, 2.0)),

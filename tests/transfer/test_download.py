@@ -36,7 +36,13 @@ from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
 from dcp_objstore.transfer.stragglers import Stragglers
 from tests.support.listening import heard_channel, of
-from tests.support.stub_stores import Stub, join_downloads, memory_store, requests_of
+from tests.support.stub_stores import (
+    Stub,
+    earlier_downloads,  # noqa: F401  a fixture
+    join_downloads,
+    memory_store,
+    requests_of,
+)
 from tests.support.wrapped_stores import ChangingStore, RecordingStore
 
 BLOCK = 4  # in this file

@@ -33,7 +33,13 @@ from tests.support.campaign import cases
 from tests.support.listening import Heard, heard_channel, of
 from tests.support.proxy import Asked, NetworkProxy
 from tests.support.slow_sink import SlowSink
-from tests.support.stub_stores import Stub, join_downloads, memory_store, requests_of
+from tests.support.stub_stores import (
+    Stub,
+    earlier_downloads,  # noqa: F401  a fixture
+    join_downloads,
+    memory_store,
+    requests_of,
+)
 
 # --- which wait is slow
 
