@@ -151,11 +151,9 @@ def is_supported_url(url: object) -> bool:
 def check_key(key: str) -> str:
     """Return a key as it is, or raise `InvalidUrlError` if no store could hold it.
 
-    A key is a non-empty `str` of `/`-separated segments, none of them empty, `.` or `..`, without
+    A key is made of `/`-separated segments, none of them empty, `.` or `..`, without
     control characters.
     """
-    if not isinstance(key, str) or not key:
-        raise InvalidUrlError(f"an object key must be a non-empty str, got {key!r}")
     return _check_segments(key, repr(key))
 
 
@@ -163,7 +161,7 @@ def check_prefix(prefix: str) -> str:
     """Return a prefix for `list` without its final slash, or raise `InvalidUrlError`."""
     if prefix == "":
         return prefix
-    if not isinstance(prefix, str) or not prefix.endswith("/"):
+    if not prefix.endswith("/"):
         raise InvalidUrlError(f"a prefix to list must be empty or end in '/', got {prefix!r}")
     return check_key(prefix[:-1])
 

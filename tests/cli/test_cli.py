@@ -18,6 +18,7 @@ from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce
 from dcp_objstore.checkpoint.pins import pin
 from dcp_objstore.cli.exits import exits, status_of
 from dcp_objstore.cli.ls import print_checkpoints
+from dcp_objstore.cli.options import size_bytes
 from dcp_objstore.run.upkeep import delete
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.local import LocalStore
@@ -92,6 +93,13 @@ def test_the_notes_of_an_error_keep_their_lines(capsys):
     with pytest.raises(SystemExit), exits():
         raise error
     assert capsys.readouterr().err.splitlines()[1:] == ["the log ends:", "first", "second"]
+
+
+@pytest.mark.parametrize(("letter", "power"), [("K", 1), ("M", 2), ("G", 3), ("T", 4)])
+def test_a_size_counts_in_thousands_or_with_an_i_in_1024(letter, power):
+    for unit, base in ((f"{letter}B", 1000), (f"{letter}iB", 1024)):
+        for written in (unit, unit.lower(), f" {unit}"):
+            assert size_bytes("--size", f"1.5{written}") == 3 * base**power // 2
 
 
 @pytest.mark.parametrize("said", [(), ("interrupted while waiting",)])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import StoreSpec
 from tests.support.command_line import run
 from tests.support.upkeep import DAY_SECONDS, keys, loose, save, state, tear
+from tests.support.wrapped_stores import Request, WatchedStore
 
 
 class Run:
@@ -70,6 +73,30 @@ def test_rm_deletes_only_with_yes_and_prints_the_command(steps):
     again = run(*command[1:])
     assert again.returncode == 2
     assert "was deleted" in again.stderr
+
+
+class SavedMeanwhile(WatchedStore):
+    """A store in which a save replaces the checkpoint that is being deleted."""
+
+    due = True
+
+    @contextmanager
+    def _around(self, request: Request) -> Iterator[None]:
+        if (request.verb, request.key) == ("delete", ".metadata") and self.due:
+            SavedMeanwhile.due = False
+            save(self.inner, overwrite=True)
+        yield
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_rm_says_that_a_new_save_has_been_committed_since(steps, capsys, through, saved):
+    for number in (1, 2):
+        save(steps.step(number))
+    SavedMeanwhile.due = saved
+    through(SavedMeanwhile)
+    upkeep.remove(f"{steps.url}/step-1", grace="0m", yes=True, allow_newest=False, as_json=False)
+    assert ("a new save" in capsys.readouterr().out) is saved
+    assert state(steps.step(1)) == ("committed" if saved else "deleted")
 
 
 def test_rm_with_a_grace_period_leaves_the_objects_and_a_sweep_removes_them_when_old(steps, capsys):

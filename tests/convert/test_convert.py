@@ -37,10 +37,12 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.inspect import slabs
 from dcp_objstore.inspect.fill import new_tensors
+from dcp_objstore.observe.events import Failed
 from dcp_objstore.stores import open_store
 from tests.support import hostile, hostile_cases  # noqa: F401 - registers the cases
 from tests.support.checkpoints import memory_url
 from tests.support.command_line import run_here
+from tests.support.listening import Heard, of
 from tests.support.ranks import run_ranks
 from tests.support.states import same_bits, seeded
 
@@ -446,8 +448,10 @@ def test_damage_ends_an_export_and_leaves_no_file(bucket, tmp_path):
     (data,) = (key for key in bucket.keys("step-1") if key.endswith(".distcp"))
     data = f"step-1/{data}"
     bucket.flip_byte(data, len(bucket.get(data)) // 2)
+    heard = Heard()
     with pytest.raises(CheckpointCorruptError, match=r"embed\.weight"):
-        dos.export_checkpoint(place, tmp_path / "out.pt", storage_options=options)
+        dos.export_checkpoint(place, tmp_path / "out.pt", storage_options=options, on_event=heard)
+    assert [event.key for event in of(Failed, heard)] == ["model.embed.weight"]
     with pytest.raises(CheckpointCorruptError, match=r"embed\.weight"):
         dos.export_checkpoint(
             place, bucket.at("hf"), max_shard_size_bytes=20, storage_options=options

@@ -215,8 +215,11 @@ def test_a_source_that_is_deleted_meanwhile_is_gone(streamed, local, monkeypatch
 @pytest.mark.parametrize("scheme", ["s3", "file"])
 def test_between_urls_of_one_store_no_byte_of_data_is_read(scheme, remote, local, requests):
     source = remote if scheme == "s3" else local
-    target = (Bucket if scheme == "s3" else Folder)(
-        source.kind, source.at("kept"), source.storage_options, source.s3_options
+    target, further = (
+        (Bucket if scheme == "s3" else Folder)(
+            source.kind, source.at(name), source.storage_options, source.s3_options
+        )
+        for name in ("kept", "further")
     )
     save(source.at("step-7"), source.storage_options)
     requests.clear()
@@ -228,10 +231,12 @@ def test_between_urls_of_one_store_no_byte_of_data_is_read(scheme, remote, local
     ckpt = dos.open(report.url, storage_options=target.storage_options)
     assert ckpt.verify(deep=True, progress=False).ok
     assert_same(ckpt)
+    assert copy(target, further).copied_bytes == report.total_bytes
     requests.clear()
     again = copy(source, target, streamed=True, overwrite=True)
     assert (again.copied_bytes, again.sent_bytes) == (0, report.total_bytes)
     assert "copy" not in {one.verb for one in requests}
+    assert copy(target, further, overwrite=True).copied_bytes == report.total_bytes
 
 
 def test_an_object_that_was_overwritten_is_read_and_found_damaged(local):

@@ -8,13 +8,16 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from traceback import StackSummary
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.torch_version import TorchVersion
 
 import dcp_objstore as dos
+from dcp_objstore.distributed.failures import raise_on_all, typed_failures, without_frames
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.errors import DcpObjstoreError
 from tests.support.ranks import run_ranks
@@ -53,6 +56,35 @@ def test_torchs_words_alone_do_not_make_a_group_one_that_was_destroyed():
     text = "Default process group has not been initialized, please make sure to call"
     with pytest.raises(dos.errors.RankFailedError, match=text), plugin_errors(0, None):
         raise ValueError(text)
+
+
+@pytest.mark.parametrize("known", [None, "s3://bucket/other"])
+def test_an_error_gets_the_url_of_the_call_unless_it_has_one(known):
+    own = dos.errors.StoreUnavailableError("down", url=known)
+    with pytest.raises(type(own)) as alone:
+        raise_on_all(own, "s3://bucket/step", None)
+    with pytest.raises(type(own)) as of_dcp, typed_failures("s3://bucket/step", None):
+        raise CheckpointException("", {0: (own, StackSummary())})
+    assert alone.value.url == of_dcp.value.url == (known or "s3://bucket/step")
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (ZeroDivisionError("theirs"), True),
+        (dos.errors.RankFailedError("perhaps a bug"), True),
+        (dos.errors.CheckpointExistsError("it exists"), False),
+    ],
+)
+def test_only_an_error_that_may_be_a_bug_keeps_in_words_where_it_was_raised(error, kept):
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        fail()
+    without_frames(error)
+    assert error.__traceback__ is None
+    assert ("in fail" in "".join(getattr(error, "__notes__", []))) is kept
 
 
 @pytest.mark.skipif(

@@ -137,9 +137,9 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 @pytest.mark.parametrize(
     ("own", "root", "names"),
     [
-        ("0::/slurm/job_7/step_0", "", V2),
-        ("0::/slurm/job_7/step_0", "unified", V2),
-        ("4:cpu,memory:/slurm/job_7/step_0", "memory", V1),
+        ("0::/slurm/job_7/step:0", "", V2),
+        ("0::/slurm/job_7/step:0", "unified", V2),
+        ("4:cpu,memory:/slurm/job_7/step:0", "memory", V1),
     ],
 )
 def test_the_limit_of_each_cgroup_from_the_own_one_up_counts_without_the_page_cache(
@@ -160,7 +160,7 @@ def test_the_limit_of_each_cgroup_from_the_own_one_up_counts_without_the_page_ca
         (group / "memory.stat").write_text(f"inactive_file 0\nactive_file 0\n{cached}shmem 7\n")
 
     bound("slurm/job_7", 1000 * MIB, 700)
-    bound("slurm/job_7/step_0", "max", 500)
+    bound("slurm/job_7/step:0", "max", 500)
     bound("slurm", 8000 * MIB, 500)
     bound("", 9000 * MIB, 600)  # a container's, whose name only the host knows
     bound("elsewhere", 1, 0)

@@ -910,13 +910,24 @@ def test_stock_torch_finds_what_is_saved_unless_it_is_not_to(url, settings):
     assert ("step-1/.metadata" in keys) is not bool(settings)
 
 
-def test_with_the_base_latest_only_what_has_changed_is_uploaded(url, caplog):
-    with dos.CheckpointManager(url, base="latest", save_last=False) as run:
+@pytest.mark.parametrize(
+    ("base", "bases"),
+    [
+        ("latest", ["latest", "{url}/step-1", "{url}/step-1"]),
+        ("{url}/first", ["{url}/first"] * 3),
+        (None, []),
+    ],
+)
+def test_only_what_has_changed_since_the_base_is_uploaded(url, caplog, base, bases):
+    dos.save(state(0), f"{url}/first", progress=False)
+    given = base and base.format(url=url)
+    with dos.CheckpointManager(url, base=given, save_last=False) as run:
         for step in (1, 2):
             run.save(step, state(step))
         loaded(run, 1)
         run.save(2, state(2))
     # This store copies nothing, and says of what.
     texts = [one.getMessage() for one in caplog.records if "not changed since" in one.getMessage()]
-    assert ["(latest)" in text for text in texts] == [True, False, False]
-    assert all(f"({url}/step-1)" in text for text in texts[1:])
+    assert len(texts) == len(bases)
+    for text, known in zip(texts, bases, strict=True):
+        assert f"({known.format(url=url)})" in text

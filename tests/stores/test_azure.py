@@ -197,6 +197,30 @@ def test_account_and_endpoint_come_from_wherever_they_are_named(no_azure, monkey
     assert found(**key) == ("of-the-environment", None)
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [
+        ["AZURE_STORAGE_CLIENT_ID", "AZURE_STORAGE_CLIENT_SECRET", "AZURE_STORAGE_TENANT_ID"],
+        ["AZURE_CLIENT_ID", "AZURE_CLIENT_SECRET", "AZURE_TENANT_ID"],
+        ["AZURE_FEDERATED_TOKEN_FILE", "AZURE_CLIENT_ID", "AZURE_TENANT_ID"],
+        ["AZURE_USE_AZURE_CLI"],
+    ],
+)
+def test_an_identity_of_the_environment_takes_all_of_its_variables(
+    no_azure, monkeypatch, variables
+):
+    monkeypatch.setitem(sys.modules, "azure", None)
+    options = parse(AzureOptions, {"account_name": "a", "endpoint_url": "http://127.0.0.1:1"})
+    for name in variables:
+        monkeypatch.setenv(name, "x")
+    assert find_azure_credentials(options).source == f"{variables[0]} in the environment"
+    for name in variables:
+        with monkeypatch.context() as patched:
+            patched.delenv(name)
+            with pytest.raises(CredentialsError, match="no credentials"):
+                find_azure_credentials(options)
+
+
 def test_identities_of_azure_identity_are_asked_for_tokens(no_azure):
     class Token:
         token = "a-token"

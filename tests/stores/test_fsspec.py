@@ -6,17 +6,27 @@ import asyncio
 import secrets
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import fsspec
 import pytest
+from aiohttp import ClientPayloadError, ClientResponseError
+from aiohttp.http_exceptions import TransferEncodingError
 from fsspec import AbstractFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import BucketNotFoundError, InputError, UnsupportedError
+from dcp_objstore.errors import (
+    BucketNotFoundError,
+    InputError,
+    PermissionDeniedError,
+    StoreUnavailableError,
+    UnsupportedError,
+)
 from dcp_objstore.stores import ObjectStore, open_store
+from dcp_objstore.stores.fsspec.filesystems import read_fsspec
 from tests.contract import (
     PART,
     SMALL_CROWD,
@@ -98,6 +108,37 @@ class OfAnObjectStore(AbstractFileSystem):
 def of_an_object_store(monkeypatch: pytest.MonkeyPatch) -> OfAnObjectStore:
     monkeypatch.setattr(OfAnObjectStore, "__module__", "ossfs.core")
     return OfAnObjectStore(skip_instance_cache=True)
+
+
+class AnswerError(Exception):
+    """An answer of a store, as libraries raise it."""
+
+    def __init__(self, **attributes: object) -> None:
+        super().__init__("the answer")
+        self.__dict__.update(attributes)
+
+
+def cut_off() -> Exception:
+    error = ClientPayloadError("the body was cut off")
+    error.__cause__ = TransferEncodingError("a chunk")
+    assert error.__cause__.code == 400
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "status"),
+    [
+        (ClientResponseError(Mock(), (), status=403), PermissionDeniedError, 403),
+        (AnswerError(status_code=403), PermissionDeniedError, 403),
+        (AnswerError(code=403), PermissionDeniedError, 403),
+        (AnswerError(response=SimpleNamespace(status_code=403)), PermissionDeniedError, 403),
+        (cut_off(), StoreUnavailableError, None),
+    ],
+)
+def test_an_error_means_what_the_status_of_the_answer_says_wherever_it_is(error, kind, status):
+    facts = read_fsspec(error)
+    assert facts.meaning is not None
+    assert (facts.meaning.kind, facts.status) == (kind, status)
 
 
 def test_on_an_object_store_a_stream_that_breaks_off_uploads_nothing(of_an_object_store):

@@ -20,7 +20,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import (
+    create_default_global_save_plan,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
 
 import dcp_objstore as dos
 from dcp_objstore.compat.dot_metadata import StockDotMetadata
@@ -158,6 +169,32 @@ def test_stock_torch_reads_a_state_whose_keys_are_of_a_class_of_their_own(tmp_pa
 
 
 # --- planners of one's own ---
+
+
+class Bare(SavePlanner):
+    """Has what torch's interface asks for, and nothing else of torch's own planner."""
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, *_: Any, **__: Any) -> None:
+        self.held = state_dict
+
+    def create_local_plan(self) -> SavePlan:
+        return create_default_local_save_plan(self.held, True)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return self.held[write_item.index.fqn]
+
+
+def test_a_planner_that_has_only_the_interface_of_torch_saves():
+    url = memory_url()
+    writer = dos.ObjectStoreWriter(url, progress=False)
+    dcp.save({"t": torch.ones(5)}, storage_writer=writer, planner=Bare(), no_dist=True)
+    assert_loads(url)
 
 
 class OwnFormatSaver(DefaultSavePlanner):

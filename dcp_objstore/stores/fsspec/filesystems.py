@@ -79,12 +79,13 @@ def _http_status(error: BaseException) -> int | None:
         if type(cause).__module__ == "aiohttp.http_exceptions":
             continue  # its codes are its own: 400 for a body that was cut off
         answer: Any = getattr(cause, "response", None)
-        for value in (
-            getattr(cause, "status", None),  # aiohttp
-            getattr(cause, "status_code", None),  # azure
-            getattr(cause, "code", None),  # gcsfs
-            getattr(answer, "status_code", None),  # requests, huggingface_hub
+        for told, name in (
+            (cause, "status"),  # aiohttp, which warns of its `code`
+            (cause, "status_code"),  # azure
+            (cause, "code"),  # gcsfs
+            (answer, "status_code"),  # requests, huggingface_hub
         ):
+            value = getattr(told, name, None)
             if isinstance(value, int) and 300 <= value < 600:
                 return value
     return None
