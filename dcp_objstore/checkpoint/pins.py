@@ -33,7 +33,7 @@ def pin(
         store: the store, rooted at the checkpoint. It needs conditional updates
             (`probe.require_rewrites`).
         name: the pin's name: 1 to 200 characters, none of them a control character.
-        clock: the time, and the deadline. Default: 60 s.
+        clock: the clock, which also sets the deadline: by default 60 s after the start.
 
     Returns:
         All pins of the commit.

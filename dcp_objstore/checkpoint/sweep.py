@@ -128,7 +128,7 @@ def sweep(
     dry_run: bool = False,
     clock: Clock = SYSTEM_CLOCK,
 ) -> CheckpointSweep:
-    """Sweep the checkpoint at the store's root (rule 9). After a crash, the next sweep goes on.
+    """Sweep the checkpoint at the store's root (rule 9). After a crash, the next sweep continues.
 
     Args:
         store: the store, rooted at the checkpoint. It needs conditional updates
@@ -140,14 +140,15 @@ def sweep(
         base: the oldest claim whose steps count in this run; committed steps of earlier
             claims are deleted. Default 0: the run has no claims.
         dry_run: change nothing.
-        clock: the time, and the deadline. Default: 60 s.
+        clock: the clock, which also sets the deadline: by default 60 s after the start.
 
     Raises:
         ConfigError: the grace period is too short.
         CheckpointCorruptError, UnsupportedError: the marker or the index cannot be read. Nothing
             was removed, because it is not known what the commit names.
         CheckpointGoneError: it was replaced or deleted during the sweep; nothing was removed.
-        CommitUnknownError, RetryableError: no success before the deadline; nothing was removed.
+        CommitUnknownError, RetryableError: no success before the deadline; no data object was
+            removed.
     """
     check_grace(grace_seconds)
     return _Sweep(

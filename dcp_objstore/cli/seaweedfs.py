@@ -216,17 +216,18 @@ class SeaweedServer:
                 return
 
     def _start(self) -> None:
+        """Start the server below a guardian, which ends it when this process ends."""
         self._guardian = guardian = subprocess.Popen(
             [
                 *(sys.executable, "-I", "-S", weed_guardian.__file__, str(self._directory)),
                 *self._command(),
             ],
-            stdin=subprocess.PIPE,
+            stdin=subprocess.PIPE,  # closed by the system if this process is killed
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            # The server also takes an identity from AWS_* variables. It would replace our identity
-            # if the key is the same, as after the exports that `serve` prints.
+            # The server also takes an identity from AWS_* variables. One with the same key,
+            # as after the exports that `serve` prints, would replace the administrator's.
             env={k: v for k, v in os.environ.items() if not k.startswith("AWS_")},
         )
         try:

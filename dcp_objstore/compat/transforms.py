@@ -43,6 +43,7 @@ def check_transforms(names: Sequence[str], key: str) -> None:
                 " is not known here: load it with stock torch, and save it without",
                 key=key,
             )
+        # Python 3.14 has zstd in its standard library.
         if importlib.util.find_spec("zstandard") is None and sys.version_info < (3, 14):
             raise UnsupportedError(
                 f"it was written with zstd compression: install zstandard to read it, {_INSTALL}",

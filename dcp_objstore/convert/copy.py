@@ -11,12 +11,12 @@ through here and are compared with the source's digests.
 **What an interrupted copy has sent is not sent again.** The nonce in the names of a copy's objects
 is the save's own, followed by digits of the SHA-256 of the source's index. That index has the
 digests of every byte, and an object appears only after all its bytes were compared with them (the
-first digits), or were copied from the object that they describe (the last digits, which a copy that
-is to compare every byte does not take). So an object with these digits, its number and its size is
-the one that is to be copied, and the new copy names it in its index instead of sending it. This is
+first digits), or were copied from the object that they describe (the last digits, which a copy
+that streams every object does not accept). So an object with these digits, its number and its size
+is the one to copy, and the new copy names it in its index instead of sending it. This is
 done only if there is no marker at the destination when the copy begins. Then no sweep has put its
 fence since the object was written, and one that puts it later defeats this commit; so none removes
-an object that this commit names. (`tests/model/copies.py` explores this, with two copies at once
+an object that this commit names. (`tests/model/copies.py` explores this, with two concurrent copies
 and a source that changes during the copy.)
 """
 
@@ -229,10 +229,10 @@ class _Copy:
     Args:
         spec: the store of the source.
         stored: the opened source.
-        on_store: have the store copy what it can.
+        on_store: whether the store copies what it can.
 
     Attributes:
-        sent_bytes: bytes to send, without what was there already.
+        sent_bytes: bytes of the objects that no earlier copy had sent; `upload` sets it.
     """
 
     def __init__(self, spec: StoreSpec, stored: StoredCheckpoint, *, on_store: bool) -> None:
@@ -245,8 +245,8 @@ class _Copy:
         self._stored = stored
         self._index = stored.index
         digits = stored.marker.index.sha256
-        self._fingerprint = digits[:_FINGERPRINT_DIGITS]
-        self._unread_fingerprint = digits[-_FINGERPRINT_DIGITS:]
+        self._streamed_fingerprint = digits[:_FINGERPRINT_DIGITS]
+        self._on_store_fingerprint = digits[-_FINGERPRINT_DIGITS:]
         self.sent_bytes = 0
 
     def upload(self, save: Save) -> tuple[ix.Index, list[StoredObject]]:
@@ -284,9 +284,9 @@ class _Copy:
         assert save.token is not None
         store = save.open()
         arrived: dict[int, StoredObject] = {}
-        fingerprints = {self._fingerprint}
+        fingerprints = {self._streamed_fingerprint}
         if self._on_store:
-            fingerprints.add(self._unread_fingerprint)
+            fingerprints.add(self._on_store_fingerprint)
         if save.token.version is not None or not save.fenced or not store.capabilities.atomic_put:
             return arrived
         for meta in store.list():
@@ -304,7 +304,7 @@ class _Copy:
         objects = self._index.objects
         # New names: a key is never written twice, and the answer of a copy that failed may
         # only have been lost.
-        nonce = new_nonce() + self._unread_fingerprint
+        nonce = new_nonce() + self._on_store_fingerprint
         number_of = {
             data_key(0, number, nonce): number for number in numbers if objects[number].e_tag
         }
@@ -378,7 +378,7 @@ class _Copy:
         most_reads = at_most(config.download_concurrency) // threads
         reads = max(1, min(half_bytes // config.request_size_bytes, most_reads))
         plan = plan_parts(entry.size_bytes, config.part_size_bytes, is_near=False)
-        key = data_key(0, number, save.nonce + self._fingerprint)
+        key = data_key(0, number, save.nonce + self._streamed_fingerprint)
         uploaded = upload_object(
             save.open(),
             key,

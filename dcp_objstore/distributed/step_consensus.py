@@ -40,7 +40,7 @@ from dcp_objstore.errors import RankFailedError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.threads import spawn, wait_in_steps
 
-LOOK_EVERY_SECONDS = 0.25
+POLL_SECONDS = 0.25
 _LONGEST_PAUSE_SECONDS = 10.0  # between polls, while the store does not answer
 _LEFT = "left"
 
@@ -74,11 +74,11 @@ class StepConsensus:
 
     Args:
         ask: callable that returns what this rank requests now, as words without blanks; empty if
-            nothing. A thread calls it every `look_every_seconds`; it may be slow. It is called
-            again after an agreement that did not include the request.
+            nothing. A thread calls it every `poll_seconds`; it may be slow. It is called again
+            after an agreement that did not include the request.
         store: store for this purpose and these ranks only; None if there is only one rank.
         peer_timeout_seconds: how long a rank waits for the others at its boundary.
-        look_every_seconds: interval between two polls of the key. Default 0.25.
+        poll_seconds: interval between two polls of the key. Default 0.25.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class StepConsensus:
         rank: int,
         world_size: int,
         peer_timeout_seconds: float,
-        look_every_seconds: float = LOOK_EVERY_SECONDS,
+        poll_seconds: float = POLL_SECONDS,
     ) -> None:
         """Keep the arguments; `start` begins to poll."""
         self._ask = ask
@@ -97,14 +97,14 @@ class StepConsensus:
         self._rank = rank
         self._world_size = world_size
         self._peer_timeout_seconds = peer_timeout_seconds
-        self._look_every_seconds = look_every_seconds
-        self._state = threading.Condition()
+        self._poll_seconds = poll_seconds
+        self._state = threading.Condition()  # guards what both threads change
         self._count = 0  # number of boundaries that the main thread has reached
         self._seen = 0  # the count at the last poll
-        self._round = 0
+        self._round = 0  # number of agreements that the main thread has acted on
         self._hold: int | None = None  # boundary not to pass before the ranks agree
         self._reasons: frozenset[str] = frozenset()  # what this rank announces in this round
-        self._agreed: _Agreed | None = None
+        self._agreed: _Agreed | None = None  # until the main thread has acted on it
         self._over = False  # a rank or the store has gone: no more agreements
         self._announcing = threading.Lock()
         self._announced = -1  # the last round that this rank announced
@@ -155,12 +155,12 @@ class StepConsensus:
             logger.debug("the store of the process group is gone: %s", error)
 
     def _watch(self) -> None:
-        pause_seconds = self._look_every_seconds
+        pause_seconds = self._poll_seconds
         failed_at: float | None = None
         while not self._stop.wait(pause_seconds) and not self._over:
             try:
-                self._look()
-                pause_seconds, failed_at = self._look_every_seconds, None
+                self._poll()
+                pause_seconds, failed_at = self._poll_seconds, None
             except RuntimeError as error:  # torch's error for a store that does not answer
                 if self._stop.is_set():
                     return
@@ -182,7 +182,7 @@ class StepConsensus:
         with contextlib.suppress(RuntimeError):
             self._store = self._store and self._store.clone()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         with self._state:
             number, mine, agreed = self._round, self._hold, self._agreed
             speed, self._seen = self._count - self._seen, self._count
@@ -252,7 +252,7 @@ class StepConsensus:
         ):
             if self._stop.wait(pause_seconds):
                 return None
-            pause_seconds = min(2 * pause_seconds, self._look_every_seconds)
+            pause_seconds = min(2 * pause_seconds, self._poll_seconds)
         announced = [value.decode().split() for value in self._store.multi_get(keys)]
         boundaries = [boundary for boundary, *_ in announced]
         if _LEFT in boundaries:

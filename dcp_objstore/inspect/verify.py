@@ -442,8 +442,8 @@ def verify_run(
 ) -> Iterator[VerifyReport]:
     """Verify the committed steps of a run that count, one after the other, the newest first.
 
-    The steps are listed at once, and each is read when its report is asked for. So this reads no
-    more than is needed to find the newest whole step:
+    The steps are listed when this is called, and each is read when its report is asked for. So
+    this reads no more than is needed to find the newest whole step:
 
         next((report.url for report in dos.verify_run(url, deep=True) if report.ok), None)
 
@@ -486,8 +486,8 @@ def verify_run(
     def reports() -> Iterator[VerifyReport]:
         for name in names:
             with suppress(CheckpointGoneError, CheckpointNotFoundError):
-                at = spec.child(name)
-                yield verify_at(at, event_settings, quick=quick, deep=deep, progress=progress)
+                step = spec.child(name)
+                yield verify_at(step, event_settings, quick=quick, deep=deep, progress=progress)
 
     return reports()
 

@@ -105,20 +105,20 @@ class TraceFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._events: list[AnyEvent] = []
-        self._written = 0
+        self._flushed_count = 0
 
     def take(self, event: AnyEvent) -> None:
         """Keep the event."""
         self._events.append(event)
 
     def flush(self) -> None:
-        """Write the file. Log a failure: it must not make the save fail."""
-        taken = list(self._events)
-        if len(taken) == self._written:
+        """Write the file if there are new events. Log a failure: it must not fail the save."""
+        events = list(self._events)
+        if len(events) == self._flushed_count:
             return
-        self._written = len(taken)
+        self._flushed_count = len(events)
         try:
-            entries, base = trace_events(taken)
+            entries, base = trace_events(events)
             document = {
                 "schemaVersion": 1,
                 "displayTimeUnit": "ms",
@@ -130,7 +130,7 @@ class TraceFile:
             logger.warning("the trace %s could not be written: %s", self._path, error)
 
 
-def trace_events(taken: Sequence[AnyEvent]) -> tuple[list[dict[str, Any]], int]:
+def trace_events(events: Sequence[AnyEvent]) -> tuple[list[dict[str, Any]], int]:
     """Convert events, at least one: a group of rows for each rank, a row for each worker.
 
     Returns:
@@ -138,8 +138,8 @@ def trace_events(taken: Sequence[AnyEvent]) -> tuple[list[dict[str, Any]], int]:
     """
     entries: list[dict[str, Any]] = []
     rows: dict[tuple[int, int], str] = {}
-    base = base_ns(min(event.start_ns for event in taken))
-    for event in taken:
+    base = base_ns(min(event.start_ns for event in events))
+    for event in events:
         row, label = _row(event)
         rows[event.rank, row] = label
         entries.append(

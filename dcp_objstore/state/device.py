@@ -305,32 +305,32 @@ class Inbound:
         self._ring.release(slot)
 
     def send(
-        self, device: torch.device, block: Buffer, work: Callable[[torch.Tensor], None]
+        self, device: torch.device, payload: Buffer, work: Callable[[torch.Tensor], None]
     ) -> None:
         """Let `work` copy verified bytes to a device. Thread-safe.
 
         Args:
             device: device to copy to.
-            block: the bytes. They may change after this returns, unless they lie in admitted
+            payload: the bytes. They may change after this returns, unless they lie in admitted
                 memory.
             work: callable that queues the copies, called once with the bytes as a tensor of host
                 memory.
         """
         lane = self._lanes[device]
-        arrived: ByteArray = np.frombuffer(block, dtype=np.uint8)
+        array: ByteArray = np.frombuffer(payload, dtype=np.uint8)
         slot: Slot | None = getattr(self._of_thread, "slot", None)
-        if slot is not None and (source := slot.part_of(arrived)) is not None:
+        if slot is not None and (source := slot.view_of(array)) is not None:
             slot.tickets.append(lane.queue(functools.partial(work, source)))
             return
-        # Never wait for a slot: this may be the thread that the holders of all slots wait for.
-        slot = self._ring.try_acquire() if arrived.nbytes <= self._ring.slot_bytes else None
+        # Never wait for a slot: the threads that hold all of them may be waiting for this one.
+        slot = self._ring.try_acquire() if array.nbytes <= self._ring.slot_bytes else None
         if slot is None:
-            source = torch.frombuffer(arrived.data, dtype=torch.uint8)
+            source = torch.frombuffer(array.data, dtype=torch.uint8)
             lane.queue(functools.partial(work, source)).synchronize()
             return
-        slot.array[: arrived.nbytes] = arrived
-        slot.tickets.append(lane.queue(functools.partial(work, slot.memory[: arrived.nbytes])))
-        self._ring.release(slot)
+        slot.array[: array.nbytes] = array
+        slot.tickets.append(lane.queue(functools.partial(work, slot.memory[: array.nbytes])))
+        self._ring.release(slot)  # it is not written to before its tickets are complete
 
 
 def plan_ring(largest_bytes: int, concurrency: int, budget_bytes: int) -> tuple[int, int, int]:

@@ -69,12 +69,12 @@ class Slot:
             ticket.synchronize()
         self.tickets.clear()
 
-    def part_of(self, part: ByteArray) -> torch.Tensor | None:
-        """Return these bytes as a part of `memory`; None if they do not lie in this slot."""
-        offset = int(part.ctypes.data - self.array.ctypes.data)
-        if offset < 0 or offset + part.nbytes > self.array.nbytes:
+    def view_of(self, payload: ByteArray) -> torch.Tensor | None:
+        """Return these bytes as a view of `memory`; None if they do not lie in this slot."""
+        offset = int(payload.ctypes.data - self.array.ctypes.data)
+        if offset < 0 or offset + payload.nbytes > self.array.nbytes:
             return None
-        return self.memory[offset : offset + part.nbytes]
+        return self.memory[offset : offset + payload.nbytes]
 
 
 class Ring:

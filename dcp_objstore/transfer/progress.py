@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # The store is asked after the first of these times without an answer, and the user is told after
 # the second.
 _ASK_SECONDS = 3.0
-_TELL_SECONDS = 5.0
+_REPORT_SECONDS = 5.0
 
 
 class Progress:
@@ -41,7 +41,7 @@ class Progress:
         stall_timeout_seconds: as given.
         channel: the channel, or None if it has no listener for parts and ranges.
         moved_bytes: bytes that have reached their destination so far.
-        is_silence_told: whether the user was told that the store does not answer.
+        is_silence_reported: whether the user was told that the store does not answer.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Progress:
         self._lock = threading.RLock()
         self._stop: BaseException | None = None
         self.moved_bytes = 0
-        self.is_silence_told = False
+        self.is_silence_reported = False
 
     def moved(self, count_bytes: int) -> None:
         """Report that `count_bytes` more bytes have reached their destination."""
@@ -141,7 +141,7 @@ class Silence:
 
         Args:
             parts: the number of parts under way.
-            is_open: whether any request is.
+            is_open: whether any request is open.
 
         Raises:
             TransferStalledError: nothing has moved for the stall time-out.
@@ -158,9 +158,9 @@ class Silence:
         seconds = time.monotonic() - self._heard_at
         if self._question is None and (self._error or (is_open and seconds > _ASK_SECONDS)):
             self._question = run_in_thread(partial(self._store.head, self.key), "question")
-        if asked is not None and seconds > _TELL_SECONDS:
+        if asked is not None and seconds > _REPORT_SECONDS:
             self._is_long = True
-            self._tell(parts, seconds)
+            self._report_once(parts, seconds)
         if self._is_long and self._error is not None and not parts:
             self._error.message = (
                 f"PUT of parts of {self.key}: no answer for {seconds:.0f} s, nor to other requests"
@@ -168,12 +168,12 @@ class Silence:
             )
             raise self._error
 
-    def _tell(self, parts: int, seconds: float) -> None:
-        """Warn once in a save, and emit an event."""
+    def _report_once(self, parts: int, seconds: float) -> None:
+        """Warn the user and emit an event, once in a save."""
         progress, limit = self.progress, self.progress.stall_timeout_seconds
-        if progress.is_silence_told:
+        if progress.is_silence_reported:
             return
-        progress.is_silence_told = True
+        progress.is_silence_reported = True
         logger.warning(
             f"{self._store.url}: no answer for {seconds:.0f} s, {counted(parts, 'part')} of"
             f" {self.key} under way; waiting for the store for {limit - seconds:.0f} s more at"

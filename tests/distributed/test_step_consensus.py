@@ -73,7 +73,7 @@ def test_ranks_agree_on_a_boundary_that_none_has_passed(seed, breaks):
             rank=rank,
             world_size=world_size,
             peer_timeout_seconds=60,
-            look_every_seconds=own.uniform(0.001, 0.02),
+            poll_seconds=own.uniform(0.001, 0.02),
         )
         boundaries.start()
         while counts[rank] < 200 or not acted[rank]:
@@ -111,7 +111,7 @@ def one_of_two(store: Any, peer_timeout_seconds: float, rank: int = 0) -> StepCo
         rank=rank,
         world_size=2,
         peer_timeout_seconds=peer_timeout_seconds,
-        look_every_seconds=0.001,
+        poll_seconds=0.001,
     )
 
 

@@ -133,8 +133,8 @@ def test_bytes_are_told_to_lie_in_a_slot_up_to_its_ends():
     around = np.arange(12, dtype=np.uint8)
     slot = Slot(torch.from_numpy(around)[4:8])
     for start, end in [(4, 8), (4, 6), (5, 7), (7, 8)]:
-        part = slot.part_of(around[start:end])
+        part = slot.view_of(around[start:end])
         assert part is not None
         assert part.tolist() == list(range(start, end))
     for start, end in [(3, 5), (3, 8), (7, 9), (4, 9), (0, 2), (10, 12)]:
-        assert slot.part_of(around[start:end]) is None
+        assert slot.view_of(around[start:end]) is None

@@ -91,12 +91,12 @@ def noticed_at_each_step() -> Iterator[Callable[[], None]]:
         begun.append(consensus)
 
     def look_first(consensus: StepConsensus) -> frozenset[str]:
-        consensus._look()
+        consensus._poll()
         return reached(consensus)
 
     def look() -> None:
         for consensus in begun:
-            consensus._look()
+            consensus._poll()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepConsensus, "start", start)

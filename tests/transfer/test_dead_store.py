@@ -35,7 +35,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "transfers.md"
 @pytest.fixture
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(silence, "_ASK_SECONDS", 0.1)
-    monkeypatch.setattr(silence, "_TELL_SECONDS", 0.4)
+    monkeypatch.setattr(silence, "_REPORT_SECONDS", 0.4)
 
 
 def part_of(asked: Asked) -> int | None:
@@ -128,7 +128,7 @@ def test_the_documented_sum_of_all_waits_for_a_dead_store_is_that_of_the_setting
         monkeypatch.setattr(random.Random, "uniform", lambda *_, f=fraction: f)
         sums.append(sum(PAUSE_SECONDS(small, retry) for retry in range(1, 11)))
     least, most = round(sums[0]), round(min(sums[1], small.patience_seconds + 2))
-    ask, tell, grace = silence._ASK_SECONDS, silence._TELL_SECONDS, upload._ABORT_GRACE_SECONDS
+    ask, tell, grace = silence._ASK_SECONDS, silence._REPORT_SECONDS, upload._ABORT_GRACE_SECONDS
     text = " ".join(DOCS.read_text().split())
     for part in (
         f"{ask:.0f} s until it is asked",
