@@ -232,12 +232,8 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_wrapper(value: object) -> bool:
     """Return whether it is a wrapper. torch 2.9 to 2.15."""
-    cls = type(value)
-    return (
-        cls is not torch.Tensor  # as most are
-        and hasattr(cls, "__tensor_flatten__")
-        and not getattr(value, "is_nested", False)
-    )
+    is_made_of_tensors = hasattr(type(value), "__tensor_flatten__")
+    return is_made_of_tensors and not getattr(value, "is_nested", False)
 
 
 def parts(value: Any) -> list[Any]:

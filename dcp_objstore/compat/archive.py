@@ -170,14 +170,10 @@ def _find_directory(body: bytes | memoryview) -> tuple[int, int, int]:
 
 def _from_zip_64(extra: bytes, *numbers: int) -> tuple[int, ...]:
     """Replace numbers that did not fit by those in the first zip64 field, as torch does."""
-    at = 0
-    while at + 4 <= len(extra):
-        kind, length = struct.unpack_from("<HH", extra, at)
-        if kind == 1:
-            numbers_64 = struct.iter_unpack("<Q", extra[at + 4 : at + 4 + length // 8 * 8])
-            try:
-                return tuple(next(numbers_64)[0] if n == _IN_ZIP_64 else n for n in numbers)
-            except (StopIteration, RuntimeError):
-                break
-        at += 4 + length
-    raise ArchiveError("a size is missing in its directory")
+    kind, start, end = 0, 0, 0
+    while kind != 1:
+        kind, length = struct.unpack_from("<HH", extra, end)
+        start = end + 4
+        end = start + length
+    numbers_64 = iter(struct.unpack_from(f"<{numbers.count(_IN_ZIP_64)}Q", extra[start:end]))
+    return tuple(next(numbers_64) if n == _IN_ZIP_64 else n for n in numbers)

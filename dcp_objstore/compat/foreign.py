@@ -55,7 +55,7 @@ _SIZE: Final = "torch.Size"
 _LAYOUT: Final = "torch.serialization._get_layout"
 # Megatron-Core 0.15 writes a subclass with one attribute more.
 _METADATA_CLASSES: Final = (_METADATA + "Metadata", _MEGATRON + "MCoreMetadata")
-_PROPERTIES: Final = frozenset({_METADATA + "TensorProperties", _SHARDED + "TensorProperties"})
+_PROPERTIES: Final = (_METADATA + "TensorProperties", _SHARDED + "TensorProperties")
 _MEMORY_ENCODING: Final = frozenset(
     {_METADATA + "_MEM_FORMAT_ENCODING", _SHARDED + "MEM_FORMAT_ENCODING"}
 )
@@ -149,7 +149,6 @@ MAX_METADATA_SIZE_BYTES: Final = 512 * 1024 * 1024
 _DIALECT: Final = Dialect(
     opcodes("\x80\x95.(c\x93R\x81baesudlt)\x85\x86\x87]}N\x88\x89JKM\x8aG\x8cX\x8dCBqr\x94hj"),
     max_marks=100,
-    max_key_bits=31,
     max_key_parts=17,
 )
 
@@ -270,11 +269,15 @@ def _damaged(what: str) -> CheckpointCorruptError:
 
 def _state(value: object, *names: str) -> dict[object, object]:
     """Return the attributes of a new object of one of these classes."""
+    state = _any_state(value, *names)
+    return {} if state is None else _dict(state, names[0])
+
+
+def _any_state(value: object, *names: str) -> object:
+    """Return the state of a new object of one of these classes, in whatever form it is."""
     if not isinstance(value, Node) or not value.is_new or value.args or value.name not in names:
         raise _damaged(f"expected {names[0].rpartition('.')[2]}, got {_kind(value)}")
-    if value.state is None:
-        return {}
-    return _dict(value.state, value.name)
+    return value.state
 
 
 def _kind(value: object) -> str:
@@ -324,14 +327,7 @@ def _size(value: object, what: str) -> torch.Size:
 
 def _properties(value: object, fqn: str) -> TensorProperties:
     """Return TensorProperties from the pickled 5-tuple, or a longer one of a newer torch."""
-    if (
-        not isinstance(value, Node)
-        or value.name not in _PROPERTIES
-        or not value.is_new
-        or value.args
-    ):
-        raise _damaged(f"the properties of {fqn!r} are {_kind(value)}")
-    state = value.state
+    state = _any_state(value, *_PROPERTIES)
     if type(state) is not tuple or not 5 <= len(state) <= 32:
         raise _damaged(f"the properties of {fqn!r} do not have their five fields")
     dtype, layout, requires_grad, encoding, pin_memory = state[:5]
@@ -537,12 +533,7 @@ class _Converter:
 
 def _checkpoint_id(value: object) -> str | None:
     """Return where the checkpoint was written to, as text. It is never opened."""
-    if (
-        isinstance(value, Node)
-        and value.name in _PATHS
-        and not value.is_new
-        and value.state is None
-    ):
+    if isinstance(value, Node) and value.name in _PATHS:
         if len(value.args) > MAX_PLACE_LENGTH:
             raise _damaged("checkpoint_id has too many parts")
         parts = [part for part in value.args if type(part) is str]

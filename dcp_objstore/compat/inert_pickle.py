@@ -21,6 +21,9 @@ from typing import Final
 
 _MAX_TUPLE_DEPTH: Final = 64
 _MAX_NAME_BYTES: Final = 1024
+# The size of the largest int in a key of a dictionary. Larger ones could be chosen so that all have
+# the same hash.
+_MAX_KEY_BITS: Final = 64
 # The work that keys and calls may cost for each byte of the body. Real pickles stay below 4.
 _WORK_PER_BYTE: Final = 16
 
@@ -42,15 +45,12 @@ class Dialect:
     Attributes:
         opcodes: codes of the opcodes.
         max_marks: how deep MARK may be nested.
-        max_key_bits: size of the largest int in a key of a dictionary. Larger ones could be chosen
-            so that all have the same hash.
         max_key_parts: number of parts of the largest tuple that is a key; None to limit only the
             total work.
     """
 
     opcodes: frozenset[int]
     max_marks: int
-    max_key_bits: int
     max_key_parts: int | None = None
 
 
@@ -280,7 +280,7 @@ class _Scan:
 
     def number(self, argument: bytes) -> None:
         bits = int.from_bytes(argument, "little", signed=True).bit_length()
-        self.stack.append(_LEAF if bits <= self.dialect.max_key_bits else _LARGE)
+        self.stack.append(_LEAF if bits <= _MAX_KEY_BITS else _LARGE)
 
     def mark(self, _: bytes) -> None:
         if len(self.marked) >= self.dialect.max_marks:

@@ -45,7 +45,6 @@ from dcp_objstore.compat.inert_pickle import (
 _DIALECT: Final = Dialect(
     opcodes("\x80.c\x81Rbaesu(t\x85\x86\x87)N\x88\x89]}\x8fJKMGXUQhjqr\x8a"),
     max_marks=5_000,
-    max_key_bits=64,
 )
 _MAX_GLOBALS: Final = 1_000  # the most different ones
 _Arguments = tuple[object, ...]

@@ -46,6 +46,19 @@ class Progress:
     step: int = 0
 
 
+class Weights:
+    """A class whose state is the storage of a tensor."""
+
+    def __init__(self) -> None:
+        self.storage = torch.ones(2).untyped_storage()
+
+    def __getstate__(self) -> torch.UntypedStorage:
+        return self.storage
+
+    def __setstate__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+
+
 fired: list[int] = []
 
 
@@ -66,8 +79,8 @@ PROTOCOL_WARNING = pytest.mark.filterwarnings("ignore:Detected pickle protocol:U
 
 PLAIN: list[object] = [
     0, 2**70, -1.5, True, None, "text", b"bytes", complex(1, 2), [1, [2]], (1, 2), {1, 2},
-    {"lr": 1e-3, "betas": (0.9, 0.95), 3: None}, collections.OrderedDict(a=1), torch.zeros(3),
-    {"t": torch.ones(2, dtype=torch.bfloat16)}, torch.Size([1, 2]), torch.float32,
+    {"lr": 1e-3, "betas": (0.9, 0.95), 3: None, 2**64 - 1: 0}, collections.OrderedDict(a=1),
+    torch.zeros(3), {"t": torch.ones(2, dtype=torch.bfloat16)}, torch.Size([1, 2]), torch.float32,
     torch.device("cpu"), torch.nn.Parameter(torch.zeros(2)), "x" * 100_000,
 ]  # fmt: skip
 INERT: list[object] = [
@@ -245,13 +258,14 @@ def test_a_pickle_of_another_protocol_is_refused_and_not_called_damaged():
         check_safe(saved([1], pickle_protocol=4), "key", trust_pickle=False)
 
 
-def test_what_the_user_declares_safe_passes_only_as_long_as_it_is_declared():
-    body = saved(Progress(3))
-    with torch.serialization.safe_globals([Progress]):
+@pytest.mark.parametrize("value", [Progress(3), Weights()], ids=lambda value: type(value).__name__)
+def test_what_the_user_declares_safe_passes_only_as_long_as_it_is_declared(value):
+    body = saved(value)
+    with torch.serialization.safe_globals([type(value)]):
         check_safe(body, "key", trust_pickle=False)
     with pytest.raises(UntrustedPickleError):
         check_safe(body, "key", trust_pickle=False)
-    with torch.serialization.safe_globals([Progress]):
+    with torch.serialization.safe_globals([type(value)]):
         check_safe(body, "key", trust_pickle=False)
 
 

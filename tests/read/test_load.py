@@ -63,7 +63,7 @@ def test_of_a_module_that_was_saved_in_part_an_error_says_how_it_is_loaded():
     part = dos.trainable(net(trained=False))
     dos.save({"a": {"b": part}, "b": torch.ones(1)}, url := memory_url(), progress=False)
     for state, advice in (
-        ({"a": {"b": net(trained=False)}}, "of 'a.b' .* load it as dos.trainable"),
+        ({"a": {"b": net(trained=False)}, "b": torch.ones(1)}, "of 'a.b' .* as dos.trainable"),
         ({"a": {"b": dos.trainable(net(trained=True))}}, "in which the same parameters train"),
         ({"a": {"b2": net(trained=False)}}, "does not have"),
     ):

@@ -472,6 +472,9 @@ BAD: dict[str, dict[str, bytes]] = {
         TWO: safetensors.torch.save({**V, "x": torch.zeros(1)}),
     },
     "begins at byte": {ONE: file_of({"a": F32, "b": {**F32, "data_offsets": [4, 12]}}, bytes(12))},
+    "offsets 8 and 0": {
+        ONE: file_of({"a": F32, "w": {**F32, "dtype": "X", "data_offsets": [8, 0]}}, bytes(8))
+    },
     "tensors end at byte": {ONE: file_of({"a": F32}, bytes(9))},
     "F6_E3M2": {ONE: file_of({"w": {**F32, "dtype": "F6_E3M2"}}, bytes(8))},
     "QUINT8": {ONE: file_of({"w": {**F32, "dtype": "quint8"}}, bytes(8))},

@@ -77,6 +77,14 @@ def test_what_an_optimizer_has_already_is_filled_in_place():
         assert float(state["step"]) == 2
 
 
+def test_a_state_that_was_only_looked_at_is_not_saved():
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert optimizer.state[model[0].weight] == {}  # now there is one, which is empty
+    dos.save({"model": model, "optimizer": optimizer}, url := memory_url(), progress=False)
+    assert not [key for key in dos.open(url) if key.startswith("optimizer.state")]
+
+
 @pytest.mark.parametrize("set_to", [None, torch.bfloat16])
 def test_new_state_lies_in_memory_as_its_parameter_does(set_to):
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -302,6 +310,17 @@ def test_a_stateful_object_is_given_what_was_saved_whatever_it_has(had, has):
     dos.save({"held": Held(had)}, url := memory_url(), progress=False)
     dos.load({"held": (held := Held(has))}, url, progress=False)
     assert repr(held.held) == repr(had)
+
+
+def test_what_a_load_adds_to_a_list_lies_in_memory_as_the_tensor_before_it():
+    plain, order = torch.ones(1, 3, 4, 4), torch.channels_last
+    like = plain.to(memory_format=order)
+    had = {"items": [plain, like, plain, plain], "more": [like, plain]}
+    dos.save({"held": Held(had)}, url := memory_url(), progress=False)
+    held = Held({"items": [plain.clone(), like.clone(), 5], "more": [like.clone()]})
+    dos.load({"held": held}, url, progress=False)
+    loaded = [*held.held["items"], *held.held["more"]]
+    assert [item.is_contiguous(memory_format=order) for item in loaded] == [False] + [True] * 5
 
 
 def test_what_a_stateful_object_has_and_the_checkpoint_lacks_is_named():

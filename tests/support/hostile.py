@@ -348,6 +348,17 @@ def claims(body: bytes, name: bytes, size: int) -> bytes:
     return body[:at] + struct.pack("<I", size) + body[at + 4 :]
 
 
+def with_extra(body: bytes, extra: bytes) -> bytes:
+    """The directory has the sizes of the last record elsewhere, as it has those above 4 GiB."""
+    data, entries, count = directory(body)
+    at = entries.rindex(b"PK\1\2")
+    name = entries[at + 32 :]
+    entries = entries[: at + 20] + b"\xff" * 8 + entries[at + 28 : at + 30]
+    entries += struct.pack("<H", len(extra)) + name + extra
+    end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, count, count, len(entries), len(data), 0)
+    return data + entries + end
+
+
 @functools.cache
 def overlapping(count: int) -> bytes:
     """One packed record under many names."""

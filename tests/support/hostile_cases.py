@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import os
+import struct
 from typing import Any
 
 import torch
@@ -421,6 +422,9 @@ USES: dict[str, Any] = {
     "set": lambda: h.v2(h.called("builtins.set", p.listed(p.number(1)))),
     "time zone": lambda: h.v2(h.called("datetime.timezone", h.called("datetime.timedelta", *[p.number(0)] * 3))),
     "path": lambda: h.v2(h.called("pathlib.PurePosixPath", p.text("x"))),
+    "sizes in the first of two zip64 fields": lambda: h.with_extra(
+        h.archive(h.PICKLE_OF_4, {"data/0": bytes(16)}),
+        struct.pack("<HHH2H", 9, 2, 1, 1, 16) + struct.pack("<2Q2H2Q", 16, 16, 1, 16, BIG, BIG)),
 }  # fmt: skip
 # Of values that are allowed because they run nothing, by what is made of them.
 ABUSES: dict[str, Any] = {
@@ -462,6 +466,7 @@ ABUSES: dict[str, Any] = {
     "a time zone of code": lambda: h.v2(h.called("datetime.datetime", text_bytes(10), h.called("builtins.eval", p.text("1")))),
     "a path of a path": lambda: h.v2(h.called("pathlib.PosixPath", RANGE)),
     "appended to a Path": lambda: h.v2(h.called("pathlib.PosixPath", p.text("x")) + p.NONE + b"a"),
+    "a key of 65 bits": lambda: h.v2(p.mapped({p.number(1 << 64): p.NONE})),
     "decimals of equal hash": lambda: h.v2(p.mapped({h.called("decimal.Decimal", p.text(str(k * (2**61 - 1)))): p.NONE for k in range(1, 3_000)})),
     "decimals of equal hash in a set": lambda: h.v2(h.called("builtins.set", p.listed(*[h.called("decimal.Decimal", p.text(str(k * (2**61 - 1)))) for k in range(1, 3_000)]))),
     "code after a date": lambda: h.v2(p.tupled(h.called("datetime.timedelta", p.number(1), p.number(0), p.number(0)), h.called("tests.support.hostile.fire", p.NONE))),
@@ -552,6 +557,7 @@ def add_values() -> None:
         "record names upwards": lambda: h.archive(b"\x80\x02K\7.").replace(b"archive/data.pkl", b"../../../etc/pwd"),
         "local header gone": lambda: b"PK\3\4" + bytes(26) + good[30:],
         "encrypted": lambda: h.archive(b"\x80\x02K\7.").replace(b"PK\1\2\x14\3\x14\0\0\0", b"PK\1\2\x14\3\x14\0\1\0"),
+        "sizes in no zip64 field": lambda: h.with_extra(h.archive(h.PICKLE_OF_4, {"data/0": bytes(16)}), b""),
         "empty pickle": lambda: h.archive(b""), "STOP alone": lambda: h.archive(b"\x80\x02."),
         "memo that was not put": lambda: h.v2(b"h\x07"), "cut off pickle": lambda: h.archive(b"\x80\x02K"),
     }  # fmt: skip

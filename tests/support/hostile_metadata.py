@@ -125,6 +125,7 @@ DAMAGED: dict[str, bytes] = {
     "the class itself": p.whole(p.name(p.METADATA, "Metadata")),
     "Metadata as a call": p.whole(p.call(p.METADATA, "Metadata", p.mapped({}))),
     "Metadata as a call, then BUILD": p.metadata().replace(b")\x81", b")R", 1),
+    "Metadata of arguments": p.metadata().replace(b")\x81", b"N\x85\x81", 1),
     "BUILD on Metadata": on_class("Metadata"),
     "BUILD on TensorProperties": on_class("TensorProperties"),
     "BUILD on MetadataIndex": on_class("MetadataIndex"),
@@ -167,7 +168,8 @@ DAMAGED: dict[str, bytes] = {
     "state of a number": p.whole(p.number(1) + p.tupled(
         p.NONE, p.mapped({p.text("real"): p.number(2)})) + p.BUILD),
     "a memo number beyond the body": p.whole(b"Nr\xff\xff\0\0"),
-    "equal hashes as keys": p.whole(p.mapped({p.number(k * (2**61 - 1)): p.NONE for k in (1, 2)})),
+    "equal hashes as keys": p.metadata(
+        mcore_data=p.mapped({p.number(k * (2**61 - 1)): p.NONE for k in (9, 10)})),
     "memo entry never made": p.whole(b"h\x07"),
     "memo entry from far away": p.whole(b"j\xff\xff\xff\xff"),
     "MEMOIZE on nothing": p.whole(b"\x94"),
@@ -217,6 +219,9 @@ DAMAGED: dict[str, bytes] = {
         p.name(p.METADATA, "TensorProperties") + b")\x81" + p.tupled(*[p.NONE] * 4) + b"b")),
     "properties without state": of_items(
         w=p.tensor(p.name(p.METADATA, "TensorProperties") + b")\x81")),
+    "another class as the properties": of_items(
+        w=p.tensor(p.properties().replace(
+            p.name(p.METADATA, "TensorProperties"), p.name(p.METADATA, "MetadataIndex")))),
     "dtype as text": of_properties(p.text("float32")),
     "dtype is a class": of_properties(p.name("torch", "Size")),
     "layout unknown": of_properties(
@@ -267,6 +272,9 @@ DAMAGED: dict[str, bytes] = {
     "version is a number": p.metadata(version=p.number(1)),
     "checkpoint_id is a number": p.metadata(
         meta=p.made(p.METADATA, "StorageMeta", checkpoint_id=p.number(1))),
+    "checkpoint_id is a layout": p.metadata(
+        meta=p.made(p.METADATA, "StorageMeta", checkpoint_id=p.call(
+            "torch.serialization", "_get_layout", p.text("torch.strided")))),
     "checkpoint_id of numbers": p.metadata(
         meta=p.made(p.METADATA, "StorageMeta", checkpoint_id=p.call(
             "pathlib", "PosixPath", p.number(1)))),
