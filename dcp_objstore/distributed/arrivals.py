@@ -141,7 +141,7 @@ class _Watch:
                 if not self._left:
                     self._wakes_at = min((call.due for call in self._calls), default=math.inf)
                     seconds = min(self._wakes_at - time.monotonic(), threading.TIMEOUT_MAX)
-                    self._changed.wait(max(0.0, seconds))
+                    self._changed.wait(seconds)  # not at all if that is past
                     self._wakes_at = -math.inf
                 now = time.monotonic()
                 looks = [call.note_or_warn for call in self._calls if call.due <= now]
