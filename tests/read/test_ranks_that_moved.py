@@ -103,7 +103,8 @@ def saved(sink: Sink, tmp_path: Path) -> str:
             ((1, 0, 0, 1), 0),  # ranks shifted by one
             ((2, 0, 0, 1, 1), 0),  # a new host before the others
             ((0, 1, 0, 1, 0, 1, 0, 1), 0),  # more ranks
-            ((0, 0, -1), 0),  # fewer ranks, one without a folder
+            ((0, 0, 1), 0),  # fewer ranks
+            ((0, 0, 1, -1), 0),  # a rank without a folder
         ],
         default=[((2, 0, 0, 1, 1), 0)],
     ),
