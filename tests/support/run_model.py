@@ -453,9 +453,9 @@ class World:
         step = self.steps.get(act.step)
         if step is None or step.deleted:
             return NOT_FOUND
-        step.pinned = act.how != "unpin"
-        for job in self.jobs.values():  # a marker that was rewritten does not show whose it is
-            job.tried.pop(act.step, None)
+        was_pinned, step.pinned = step.pinned, act.how != "unpin"
+        for job in self.jobs.values() if step.pinned != was_pinned else ():
+            job.tried.pop(act.step, None)  # a marker that was rewritten does not show whose it is
         return NONE
 
     def remove(self, act: Act) -> Answer:
