@@ -79,13 +79,13 @@ def _http_status(error: BaseException) -> int | None:
         if type(cause).__module__ == "aiohttp.http_exceptions":
             continue  # its codes are its own: 400 for a body that was cut off
         answer: Any = getattr(cause, "response", None)
-        for told, name in (
+        for holder, name in (
             (cause, "status"),  # aiohttp, which warns of its `code`
             (cause, "status_code"),  # azure
             (cause, "code"),  # gcsfs
             (answer, "status_code"),  # requests, huggingface_hub
         ):
-            value = getattr(told, name, None)
+            value = getattr(holder, name, None)
             if isinstance(value, int) and 300 <= value < 600:
                 return value
     return None
