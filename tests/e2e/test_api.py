@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict_saver as dcp_saver
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -241,43 +240,3 @@ def test_background_saves_keep_out_of_the_way_of_the_trainings_collectives(bucke
         state = training(sharded=False)
         dos.load(state, bucket.at(f"run/step-{step}"), storage_options=bucket.storage_options)
         assert state["progress"]["step"] == step + 1
-
-
-def test_a_tensor_whose_memory_was_freed_is_neither_saved_nor_loaded_into():
-    url, freed = memory_url(), torch.ones(100_000)
-    dos.save({"w": freed}, url)
-    freed.untyped_storage().resize_(0)
-    for call in (lambda: dos.save({"w": freed}, url + "-2"), lambda: dos.load({"w": freed}, url)):
-        with pytest.raises(dos.errors.UnsupportedError, match="freed"):
-            call()
-    with pytest.raises(dos.errors.CheckpointNotFoundError):
-        dos.load({"w": torch.zeros(100_000)}, url + "-2")
-
-
-def opens_another_commit(rank: int, world: int, url: str, options: Options) -> None:
-    """Rank 1 opens the checkpoint only when it has been replaced."""
-    read_metadata = dos.ObjectStoreReader.read_metadata
-
-    def late(reader: dos.ObjectStoreReader, *args: Any, **kwargs: Any) -> Any:
-        if rank == 0:
-            opened = read_metadata(reader, *args, **kwargs)
-            dist.barrier()
-            return opened
-        dist.barrier()  # rank 0 has opened the old one
-        writer = dos.ObjectStoreWriter(url, storage_options=options, overwrite=True)
-        dcp_saver.save({"w": torch.full((2,), 2.0)}, storage_writer=writer, no_dist=True)
-        return read_metadata(reader, *args, **kwargs)
-
-    state = {"w": torch.zeros(2)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dos.ObjectStoreReader, "read_metadata", late)
-        with pytest.raises(dos.errors.CheckpointGoneError):
-            dos.load(state, url, storage_options=options, read_once=False)
-    assert state["w"].tolist() == [0.0, 0.0]
-
-
-@pytest.mark.backends("seaweed")
-def test_ranks_never_load_one_half_of_each_of_two_checkpoints(bucket):
-    url, options = bucket.at("step-1"), bucket.storage_options
-    dos.save({"w": torch.ones(2)}, url, storage_options=options)
-    run_ranks(2, opens_another_commit, url, options)

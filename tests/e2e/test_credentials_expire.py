@@ -29,11 +29,11 @@ from tests.support.verbs import VERBS
 pytestmark = pytest.mark.usefixtures("bare_environment")
 MIB = 1024 * 1024
 CONFIG = dos.TransferConfig(part_size_bytes=5 * MIB, request_size_bytes=4 * MIB)
-SAVED = torch.zeros(200 * MIB, dtype=torch.uint8)
-LASTING_SECONDS = 6
-# A key that is asked for again when two thirds of its life are over signs nothing in its last
-# second, even if it took seconds until it was received.
-ON_THE_WAY_SECONDS = 1
+SAVED = torch.zeros(60 * MIB, dtype=torch.uint8)
+LASTING_SECONDS = 3
+# A key that is asked for again when two thirds of its life are over signs nothing in its last half
+# second, even if it took a second until it was received.
+ON_THE_WAY_SECONDS = 0.5
 # What a profile's credential_process runs: JSON as AWS documents it ("Sourcing credentials with
 # an external process").
 PROCESS = """
@@ -70,7 +70,7 @@ def guard() -> Guard:
 @pytest.fixture
 def sink(guard: Guard) -> Iterator[SlowSink]:
     """A save of `SAVED` takes it longer than a key lasts, a part a fraction of that."""
-    with SlowSink(bytes_per_second=30 * MIB) as sink:
+    with SlowSink(bytes_per_second=15 * MIB) as sink:
         sink.plan = guard
         yield sink
 
@@ -129,7 +129,7 @@ def test_fixed_credentials_that_expire_say_that_nobody_can_renew_them(sink, guar
     options: dict[str, object] = {"secret": "s", "token": "t", "key": f"K{time.time() + 3600:.3f}"}
 
     def end(asked: Asked) -> Fault | None:
-        if asked.number == 20:
+        if asked.number == 12:
             guard.revoked |= guard.keys
         return guard(asked)
 

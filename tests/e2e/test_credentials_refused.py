@@ -140,14 +140,14 @@ def test_gcs_a_listing_that_is_refused_in_its_midst_goes_on_where_it_was(
     bucket, gcs_server, monkeypatch
 ):
     for adapter in ("obstore.store", "base"):
-        monkeypatch.setattr(f"dcp_objstore.stores.{adapter}._PAGE_KEYS", 60)
+        monkeypatch.setattr(f"dcp_objstore.stores.{adapter}._PAGE_KEYS", 10)
     tokens = ShortLived(gcs_server, HOUR_SECONDS)
     gcs_server.create_bucket("in-pages")
-    post(f"{gcs_server.gcs_endpoint_url}/o/pages?bucket=in-pages&keys=60")
+    post(f"{gcs_server.gcs_endpoint_url}/o/pages?bucket=in-pages&keys=10")
     options = {**bucket.storage_options, "token": tokens}
     store = open_store("gs://in-pages/run", options, ONCE)
     client = bucket.client()
-    keys = [f"k{number:04}" for number in range(130)]
+    keys = [f"k{number:04}" for number in range(25)]
     for key in keys:
         client.put_object(Bucket="in-pages", Key=f"run/{key}", Body=b"")
     listed = store.list()

@@ -11,7 +11,6 @@ import dcp_objstore as dos
 from dcp_objstore.errors import (
     CheckpointNotFoundError,
     PermissionDeniedError,
-    UntrustedPickleError,
 )
 from tests.support.checkpoints import Options, cause, causes, load_here, save_edition_here
 from tests.support.ranks import run_ranks, try_ranks
@@ -58,22 +57,3 @@ def test_credentials_that_may_only_read_load_but_cannot_save(bucket):
         save_edition_here("never", bucket.at("step-2"), options)
     assert isinstance(cause(caught.value), PermissionDeniedError)
     assert bucket.keys() == before
-
-
-@pytest.mark.backends("moto")
-def test_a_value_that_needs_unpickling_is_refused_until_it_is_trusted(bucket):
-    url, options = bucket.at("step-1"), bucket.storage_options
-    place = slice(3, 7)
-    writer = dos.ObjectStoreWriter(url, storage_options=options)
-    with pytest.warns(UserWarning, match="place"):
-        dcp.save({"place": place, "step": 1}, storage_writer=writer)
-    with pytest.raises(CheckpointException) as caught:
-        reader = dos.ObjectStoreReader(url, storage_options=options)
-        dcp.load({"place": None, "step": 0}, storage_reader=reader)
-    error = cause(caught.value)
-    assert isinstance(error, UntrustedPickleError)
-    assert error.key == "place"
-    state = {"place": None, "step": 0}
-    reader = dos.ObjectStoreReader(url, storage_options=options, trust_pickle=True)
-    dcp.load(state, storage_reader=reader)
-    assert state == {"place": place, "step": 1}

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
 from tests.support.ranks import run_ranks
-from tests.support.states import ALL_DTYPES, TrainingJob, fill, seeded, tensor_state, wrong_keys
+from tests.support.states import TrainingJob, fill, seeded, tensor_state, wrong_keys
 from tests.support.training_jobs import assert_whole, load_job, resume, save_job
 
 Options = Mapping[str, object]
@@ -90,49 +90,6 @@ def test_ddp_replicated_state_is_saved_once_and_loads_on_every_rank(bucket):
     payload = seeded("module.weight", (5, 7)).numpy().tobytes()
     assert stored.count(payload) == 1, "one copy, whatever the number of ranks"
     run_ranks(2, load_ddp, bucket.at("step-1"), bucket.storage_options)
-
-
-DTYPE_SHAPES: dict[str, tuple[int, ...]] = {
-    "matrix": (5, 3),
-    "scalar": (),
-    "one": (1,),
-    "empty": (0,),
-    "empty.matrix": (0, 4),
-}
-SHARDED_SHAPES = {"matrix": (5, 3), "empty.matrix": (0, 4)}
-
-
-def all_dtypes(layout: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    return {
-        f"{str(dtype).removeprefix('torch.')}.{key}": tensor
-        for dtype in ALL_DTYPES
-        for key, tensor in tensor_state(layout, shapes, dtype).items()
-    }
-
-
-def dtypes(layout: str) -> dict[str, Any]:
-    return {
-        "plain": all_dtypes("plain", DTYPE_SHAPES),
-        "sharded": all_dtypes(layout, SHARDED_SHAPES),
-    }
-
-
-def save_dtypes(rank: int, world_size: int, url: str, options: Options) -> None:
-    state = dtypes("shard0")
-    fill(state)
-    dcp.save(state, storage_writer=dos.ObjectStoreWriter(url, storage_options=options))
-
-
-def load_dtypes(rank: int, world_size: int, url: str, options: Options) -> None:
-    state = dtypes("shard1")
-    dcp.load(state, storage_reader=dos.ObjectStoreReader(url, storage_options=options))
-    assert wrong_keys(state) == []
-
-
-def test_every_dtype_scalar_and_empty_tensor_comes_back_bit_identical(bucket):
-    run_ranks(2, save_dtypes, bucket.at("step-1"), bucket.storage_options)
-    assert_whole(bucket, "step-1")
-    run_ranks(3, load_dtypes, bucket.at("step-1"), bucket.storage_options)
 
 
 VALUES: dict[str, Any] = {

@@ -15,6 +15,7 @@ import dcp_objstore as dos
 from dcp_objstore.errors import StoreUnavailableError
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.admission.limiter import Limiter, limiter_of
+from dcp_objstore.stores.retries import RetryPolicy
 from tests.support.campaign import cases
 from tests.support.proxy import Asked, Fault, NetworkProxy, SlowDown
 from tests.support.slow_sink import SlowSink
@@ -29,6 +30,12 @@ MOST = 1.3
 @pytest.fixture(autouse=True)
 def short_pauses() -> None:
     """Not here: how soon a retry comes is a part of how a client slows down."""
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a store says so for ever, how long the pauses are shows nothing."""
+    monkeypatch.setattr(RetryPolicy, "pause_seconds", lambda *_: 0.02)
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +156,7 @@ def test_two_saves_at_once_slow_down_together(sink):
     assert len(dos.steps("s3://bucket", storage_options=sink.storage_options)) == 4
 
 
+@pytest.mark.usefixtures("hurried")
 @pytest.mark.backends("seaweed")
 def test_a_store_that_says_slow_down_for_ever_fails_the_save_soon_and_says_so(bucket):
     """After its retries, and nothing but its beacon is left where the store lets us abort."""
@@ -164,6 +172,7 @@ def test_a_store_that_says_slow_down_for_ever_fails_the_save_soon_and_says_so(bu
     assert bucket.uploads() == []
 
 
+@pytest.mark.usefixtures("hurried")
 @pytest.mark.backends("seaweed")
 def test_endless_slow_down_answers_fail_the_load_within_the_shared_budget(bucket, monkeypatch):
     monkeypatch.setattr("dcp_objstore.stores.admission.limiter.RETRY_BUDGET", 6.0)

@@ -164,7 +164,7 @@ def overlap(rank: int, world_size: int, where: str, root: str, options: Options)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         second = pool.submit(end_of, save_second)
         # It may be refused now, or wait for the first to end; then the first has to go on.
-        concurrent.futures.wait([second], timeout=1)
+        concurrent.futures.wait([second], timeout=0.2)
         planner.go_on.set()
         return end_of(lambda: first.result(timeout=40)), second.result(timeout=40)
 

@@ -70,7 +70,7 @@ def test_the_figures_are_of_the_bytes_that_were_moved_and_nothing_stays(bucket):
 @pytest.mark.parametrize("scheme", ["memory", "file"])
 def test_a_folder_and_a_store_in_memory_are_measured_and_left_as_they_were(scheme, tmp_path):
     place = f"{tmp_path}/new/run" if scheme == "file" else "bench-test/run"
-    report = dos.measure.bench(f"{scheme}://{place}", size_bytes=SIZE, seconds=1.5)
+    report = dos.measure.bench(f"{scheme}://{place}", size_bytes=SIZE, seconds=0.1)
     assert report.plain_gets.gib_per_second.median > 0
     assert list(tmp_path.iterdir()) == []
     assert list(dos.steps(f"{scheme}://{place}")) == []

@@ -341,7 +341,7 @@ def test_a_stock_tensor_is_in_place_when_it_has_arrived_and_does_not_pile_up():
 def test_values_that_the_planner_has_not_taken_are_bounded(requests):
     """The planner takes its time with the first: until nothing more is fetched."""
     url, held = memory_url(), list[int]()
-    values = {f"v{n:02}": f"{n:02}" * (MIB // 2) for n in range(48)}
+    values = {f"v{n:02}": f"{n:02}" * (MIB // 2) for n in range(32)}
     dos.save(dict(values), url, progress=False)
 
     def take(_: int) -> None:
@@ -360,54 +360,23 @@ def test_values_that_the_planner_has_not_taken_are_bounded(requests):
     assert held[0] <= SMALL.memory_budget_bytes + 2 * (SMALL.request_size_bytes + MIB)
 
 
-class JumpingClock:
-    """A clock that `jump` puts forward. Workers then wait until the load has read it twice.
-
-    So no byte arrives between the jump and the moment at which the load looks for a stall.
-    """
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.reads_to_wait_for = 0
-        self.read = threading.Event()
-        self.read.set()
-        self._thread = threading.get_ident()
-
-    def jump(self, seconds: float) -> None:
-        self.now += seconds
-        self.reads_to_wait_for = 2
-        self.read.clear()
-
-    def __call__(self) -> float:
-        if threading.get_ident() != self._thread:
-            self.read.wait(timeout=60)
-        elif self.reads_to_wait_for:
-            self.reads_to_wait_for -= 1
-            if not self.reads_to_wait_for:
-                self.read.set()
-        return self.now
-
-
 def test_a_load_whose_values_take_longer_than_the_stall_time_out_goes_on(monkeypatch):
     """Meanwhile nothing can be fetched, because what has arrived waits for its place."""
-    url, clock = memory_url(), JumpingClock()
-    values = {f"v{n}": f"{n}" * (4 * MIB) for n in range(8)}
-    dcp.save(dict(values), storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
-    monkeypatch.setattr(session, "Progress", partial(Progress, clock=clock))
-    jumps: list[int] = []
+    said, of_load = list[str](), threading.get_ident()
 
-    def take_long(size_bytes: int) -> None:
-        if not jumps:
-            clock.jump(10 * SMALL.stall_timeout_seconds)
-            jumps.append(size_bytes)
+    class Noted(Progress):
+        def alive(self) -> None:
+            said.extend(["alive"] * (threading.get_ident() == of_load))
+            super().alive()
 
+    url, values = memory_url(), {f"v{n}": f"{n}" * (4 * MIB) for n in range(3)}
+    dos.save(dict(values), url, progress=False)
+    monkeypatch.setattr(session, "Progress", Noted)
     state = dict.fromkeys(values, "")
-    try:
-        load(state, url, config=SMALL, planner=HookedPlanner(take_long))
-    finally:
-        clock.read.set()
-    assert jumps
+    load(state, url, config=SMALL, planner=HookedPlanner(lambda _: said.append("taken")))
     assert state == values
+    assert said.count("taken") == 3
+    assert said[-1] == "alive", "only once they are taken, a look for a stall begins anew"
 
 
 def test_a_value_larger_than_the_memory_budget_loads_beside_others():

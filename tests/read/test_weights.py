@@ -195,7 +195,7 @@ def test_each_byte_is_fetched_once_and_each_rank_gets_its_own():
         store = open_store(url, sink.storage_options)
         store.put("model.safetensors", safetensors.torch.save(wide()))
         fetch_stats(sink.endpoint_url, reset=True)
-        reports = run_ranks(8, load_model, url, sink.storage_options)
+        reports = run_ranks(4, load_model, url, sink.storage_options)
         sent_bytes = sink.stats()["sent_bytes"]
     payload_bytes = sum(tensor.nbytes for tensor in wide().values())
     header_bytes = 256 * 1024
