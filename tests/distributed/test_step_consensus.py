@@ -76,7 +76,7 @@ def test_ranks_agree_on_a_boundary_that_none_has_passed(seed, breaks):
             poll_seconds=own.uniform(0.001, 0.02),
         )
         boundaries.start()
-        while counts[rank] < 200 or not acted[rank]:
+        while counts[rank] < 100 or not acted[rank]:
             barrier.wait(60)  # the collective of a step
             threading.Event().wait(own.uniform(0, 0.002))
             counts[rank] += 1

@@ -137,41 +137,46 @@ def test_a_stalled_rank_fails_the_save_soon_and_typed_on_every_rank(
     held.release()
 
 
+def puts(asked: Asked, name: str) -> bool:
+    return asked.method == "PUT" and asked.name == name
+
+
+# Small requests obey the stall time-out, although their own time-outs are minutes.
+AT_THE_COMMIT: dict[str, tuple[Callable[[NetworkProxy, Asked], bool], type | None]] = {
+    "before it, the marker": (lambda _, asked: asked.name == "_COMMIT", RetryableError),
+    "before it, the probe": (lambda _, asked: asked.name.startswith(".probe-"), RetryableError),
+    "before it, the index": (lambda _, asked: asked.name.startswith("index."), RetryableError),
+    # Whether the marker can be read meanwhile or not: what was sent may still land.
+    "its put": (lambda _, asked: puts(asked, "_COMMIT"), CommitUnknownError),
+    "its put and what follows": (
+        lambda proxy, asked: (
+            asked.name == "_COMMIT" and any(puts(one, "_COMMIT") for one in [*proxy.asked, asked])
+        ),
+        CommitUnknownError,
+    ),
+    "after it": (lambda _, asked: puts(asked, ".metadata"), None),
+}
+
+
 @pytest.mark.campaign
-@pytest.mark.parametrize("what", ["_COMMIT", ".probe-", "index."])
-def test_a_coordinator_stalled_before_the_commit_fails_every_ranks_save(bucket, proxy, what):
-    """Small requests obey the stall time-out, although their own time-outs are minutes."""
+@pytest.mark.parametrize("where", AT_THE_COMMIT)
+def test_a_coordinator_that_stalls_around_the_commit_ends_soon_on_every_rank(bucket, proxy, where):
     url, options = bucket.at("step-1"), bucket.storage_options
-    held = proxy.hold(lambda asked: asked.name.startswith(what))
+    meant, expected = AT_THE_COMMIT[where]
+    held = proxy.hold(lambda asked: meant(proxy, asked))
     ways, configs = [proxy.storage_options, options], [IMPATIENT, PATIENT]
     outcomes = end_soon(save, url, ways, configs)
-    for outcome in outcomes:
-        assert isinstance(outcome.error, RetryableError), str(outcome)
-        assert outcome.error.rank == 0
     assert held.reached, [str(outcome) for outcome in outcomes]
-    assert_nothing_visible(bucket, "step-1")
-    held.release()
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("reading", [True, False], ids=["store", "put-alone"])
-def test_a_store_that_stalls_at_the_commit_leaves_its_outcome_unknown_soon(bucket, proxy, reading):
-    """Whether the marker can be read meanwhile or not: what was sent may still land."""
-    url, options = bucket.at("step-1"), bucket.storage_options
-
-    def meant(asked: Asked) -> bool:
-        if asked.name != "_COMMIT":
-            return False
-        return asked.method == "PUT" or (
-            reading and any(a.name == "_COMMIT" and a.method == "PUT" for a in proxy.asked)
-        )
-
-    held = proxy.hold(meant)
-    ways, configs = [proxy.storage_options, options], [IMPATIENT, PATIENT]
-    for outcome in end_soon(save, url, ways, configs):
-        assert isinstance(outcome.error, CommitUnknownError), str(outcome)
-    assert held.reached
-    assert_nothing_visible(bucket, "step-1")
+    for outcome in outcomes:
+        if expected is None:
+            assert not outcome.failed, str(outcome)
+        else:
+            assert isinstance(outcome.error, expected), str(outcome)
+            assert expected is CommitUnknownError or outcome.error.rank == 0  # type: ignore[attr-defined]
+    if expected is None:
+        assert_loads(url, options)
+    else:
+        assert_nothing_visible(bucket, "step-1")
     held.release()
 
 
@@ -221,17 +226,6 @@ def test_ctrl_c_ends_a_stalled_save_long_before_any_time_out(bucket, proxy, crew
         assert isinstance(first.error, RankFailedError), str(first)
         assert first.error.rank == 1
     assert_nothing_saved(bucket, "step-1")
-    held.release()
-
-
-@pytest.mark.campaign
-def test_a_store_that_stalls_after_the_commit_does_not_hold_the_save_up(bucket, proxy):
-    url, options = bucket.at("step-1"), bucket.storage_options
-    held = proxy.hold(lambda asked: asked.name == ".metadata" and asked.method == "PUT")
-    ways, configs = [proxy.storage_options, options], [IMPATIENT, PATIENT]
-    run_ranks(2, save, url, ways, configs, timeout_seconds=SOON_SECONDS)
-    assert held.reached
-    assert_loads(url, options)
     held.release()
 
 
@@ -353,12 +347,8 @@ def server() -> Iterator[SeaweedServer]:
         yield server
 
 
-def commits(asked: Asked) -> bool:
-    return asked.method == "PUT" and asked.name == "_COMMIT"
-
-
 @pytest.mark.campaign
-@pytest.mark.parametrize("moment", [is_part, commits])
+@pytest.mark.parametrize("moment", [is_part, lambda asked: puts(asked, "_COMMIT")])
 def test_a_server_that_is_killed_and_restarted_in_mid_save_only_delays_it(server, crew, moment):
     options = server.storage_options
     bucket = Bucket("seaweed", f"s3://{BUCKET}/{secrets.token_hex(4)}", options, options)

@@ -127,18 +127,6 @@ def test_reads_and_verifications_of_an_opened_checkpoint_are_told_of():
     assert (heard[-1].operation, heard[-1].error) == ("open", "CheckpointNotFoundError")
 
 
-def test_a_run_hands_its_listeners_to_every_save_and_load(tmp_path):
-    heard, url = Heard(), memory_url()
-    trace = tmp_path / "{name}.json"
-    with dos.CheckpointManager(url, save_every=1, on_event=heard, trace=trace) as run:
-        run.load(state(1))
-        for step in (1, 2):
-            run.step(step, state(1))
-    assert [one.url[-6:] for one in of(events.Saved, heard)] == ["step-1", "step-2"]
-    assert [one.size_bytes for one in of(events.Staged, heard)] == [MIB + 12] * 2
-    assert {path.name for path in tmp_path.iterdir()} == {"step-1.json", "step-2.json"}
-
-
 def test_the_report_is_there_when_saved_is_told(monkeypatch):
     pass_on, seen = Channel.pass_on, threading.Event()
     reports: list[tuple[str, dos.reports.SaveReport | None]] = []

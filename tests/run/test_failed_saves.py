@@ -13,19 +13,14 @@ import pytest
 import dcp_objstore as dos
 from dcp_objstore import errors
 from dcp_objstore.cli.seaweedfs import SeaweedServer
-from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.write import async_save as async_api
-from tests.support.managers import down, names, run_url, save_steps, state
+from tests.support.managers import down, names, save_steps, state
 from tests.support.ranks import run_ranks
 from tests.support.servers import BUCKET
+from tests.support.wrapped_stores import Fault, FaultStore
 
 Failing = Callable[[dict[int, BaseException]], None]
 AWAY = errors.StoreUnavailableError("the store is away")
-
-
-@pytest.fixture
-def url() -> str:
-    return run_url()
 
 
 @pytest.fixture
@@ -127,37 +122,29 @@ def test_a_save_that_is_waited_for_is_raised_and_lets_the_one_before_it_go(
     assert names(url) == ["step-2", "step-3"]
 
 
-class _Away(WrappedStore):
-    """A store that is away while `is_away` says so; it counts what it was asked then."""
-
-    is_away = False
-    asked = 0
-
-    def list(self, *args: Any, **settings: Any) -> Any:
-        if _Away.is_away:
-            _Away.asked += 1
-            raise AWAY
-        return self.inner.list(*args, **settings)
-
-
 @pytest.mark.parametrize("every", [1, timedelta(seconds=0.01)])
 def test_a_save_that_cannot_begin_is_a_failed_one_and_is_tried_when_the_next_is_due(
-    url, through, every, monkeypatch
+    url, through, every
 ):
     """After it went back, a job looks for later steps before it saves, while training waits."""
     save_steps(url, range(1, 4))
-    monkeypatch.setattr(_Away, "asked", 0)
-    through(_Away)
+    is_away, asked = False, 0
+
+    def plan(verb: str, _key: str, _nth: int) -> Fault | None:
+        nonlocal asked
+        asked += is_away and verb == "list"
+        return Fault("before", AWAY) if is_away and verb == "list" else None
+
+    through(lambda store: FaultStore(store, plan))
     with dos.CheckpointManager(url, save_every=every, sweep=False, max_failed_saves=3) as run:
         assert run.load(state(0), 1) == 1
-        monkeypatch.setattr(_Away, "is_away", True)
-        step = 1
-        while _Away.asked < 3:
+        is_away, step = True, 1
+        while asked < 3:
             step += 1
             assert run.step(step, state(step)) is False
         assert run.failed_saves == 3
         assert every != 1 or step == 4, "once for each save that is due"
-        monkeypatch.setattr(_Away, "is_away", False)
+        is_away = False
         run.save(step + 1, state(step + 1))
         assert run.failed_saves == 0
     assert names(url) == ["step-1", f"step-{step + 1}"]

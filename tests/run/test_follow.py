@@ -19,7 +19,6 @@ from dcp_objstore.checkpoint import catalogue
 from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY
 from dcp_objstore.errors import (
     CheckpointCorruptError,
-    CheckpointNotFoundError,
     ConfigError,
     CredentialsError,
     PermissionDeniedError,
@@ -31,11 +30,6 @@ from tests.support.managers import down, run_url, state
 from tests.support.servers import READ_ONLY
 from tests.support.upkeep import save as save_bytes
 from tests.support.wrapped_stores import Fault, FaultStore, Through
-
-
-@pytest.fixture
-def url() -> str:
-    return run_url()
 
 
 def names(steps: Iterable[dos.reports.ListedCheckpoint]) -> list[str]:
@@ -223,44 +217,14 @@ def test_a_poll_sends_one_listing_and_reads_only_markers_that_are_new(url, time,
 # --- deletions, claims, faults
 
 
-def test_neither_deletions_nor_another_job_nor_a_run_that_goes_away_end_it(url, time):
-    def remove_all() -> None:
-        store = StoreSpec(url).open()
-        for meta in list(store.list()):
-            store.delete(meta.key)
-
-    dropped: list[dos.reports.ListedCheckpoint] = []
-    train(url, [1, 2, 3])
-    time.later = [
-        lambda: dos.claim_run(url),
-        lambda: dos.pin(f"{url}/step-3", "paper"),
-        lambda: dos.delete(f"{url}/step-1"),
-        lambda: dos.sweep(url),
-        remove_all,
-        lambda: finish(url, 3),
-    ]
-    steps = dos.follow(url, on_dropped=dropped.append)
-    assert names(steps) == ["step-1", "step-2", "step-3", "step-3"]
-    assert dropped == []
-
-
 def test_what_was_yielded_and_stopped_counting_is_said_once(url, time, caplog):
     train(url, [1, 2, 3])
-    ids = [step.commit_id for step in dos.steps(url)]
-    dropped: list[dos.reports.ListedCheckpoint] = []
     time.later = [lambda: train(url, [3], back_to=1), lambda: train(url, [4])]
     with caplog.at_level(logging.WARNING, "dcp_objstore"):
         steps = dos.follow(url)
         assert [next(steps).name for _ in range(5)][3:] == ["step-3", "step-4"]
     texts = [record.getMessage() for record in caplog.records if "was yielded" in record.msg]
     assert [text.split()[0] for text in texts] == [f"{url}/step-2", f"{url}/step-3"]
-    time.later = [lambda: train(url, [5], back_to=1)]
-    assert names(dos.follow(url, on_dropped=dropped.append, until=5))[-1] == "step-5"
-    assert [(step.name, step.state) for step in dropped] == [
-        ("step-3", "superseded"),
-        ("step-4", "superseded"),
-    ]
-    assert not {step.commit_id for step in dropped} & set(ids)
 
 
 def fail_listings(through: Through, error: Exception, numbers: Iterable[int]) -> None:
@@ -339,19 +303,6 @@ def test_a_pin_that_a_killed_follower_left_is_removed_at_the_next_start(url, tim
     dos.pin(f"{url}/step-3", "evaluator")
     assert names(dos.follow(url, pin="evaluator", after=3, timeout_seconds=0)) == []
     assert pins(url) == {"step-1": ("other",)}
-
-
-def test_one_answer_that_a_step_is_not_there_does_not_pass_over_it(url, time, monkeypatch):
-    train(url, [1, 2])
-    pin, wrong = following.upkeep.pin, [CheckpointNotFoundError("wrong")]
-
-    def pin_at_last(step: str, *args: Any, **settings: Any) -> Any:
-        if step.endswith("step-1") and wrong:
-            raise wrong.pop()
-        return pin(step, *args, **settings)
-
-    monkeypatch.setattr(following.upkeep, "pin", pin_at_last)
-    assert names(dos.follow(url, pin="evaluator", timeout_seconds=0)) == ["step-1", "step-2"]
 
 
 def test_a_step_that_is_deleted_before_it_is_pinned_does_not_come(url, time):

@@ -24,16 +24,10 @@ from tests.support.managers import (
     end_of_upkeep,
     loaded,
     names,
-    run_url,
     save_each,
     save_steps,
     state,
 )
-
-
-@pytest.fixture
-def url() -> str:
-    return run_url()
 
 
 def retainer(url: str, keep: dos.RetentionPolicy, **settings: Any) -> Retainer:
@@ -105,15 +99,6 @@ def test_a_few_steps_are_deleted_after_a_commit_and_pinned_ones_do_not_take_thei
         few.committed(6)
         left.append([int(name.rpartition("-")[2]) for name in names(url)])
     assert left == [[1, 4, 5, 6], [1, 6], [1, 6]]
-
-
-def test_a_step_that_somebody_took_the_index_of_displaces_none_that_is_whole(url):
-    save_each(url, 1, 2, 3)
-    store = StoreSpec(f"{url}/step-2").open()
-    (index,) = (meta.key for meta in store.list() if meta.key.startswith("index."))
-    store.delete(index)
-    retainer(url, dos.KeepLatest(2)).committed(3)
-    assert "step-1" in names(url)
 
 
 def test_retention_reads_no_marker_twice(url, requests):
@@ -193,14 +178,8 @@ def test_upkeep_follows_a_commit_alone_and_leaves_the_error_of_a_save_to_be_rais
         dos.async_save(state(2), f"{url}/step-2")
 
 
-def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(url, monkeypatch):
-    go, really = threading.Event(), async_api.run_save
-
-    def later(*args: Any) -> Any:
-        assert go.wait(60)
-        return really(*args)
-
-    monkeypatch.setattr(async_api, "run_save", later)
+def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(url, hold):
+    go = hold(async_api, "run_save")
     save_steps(url, (1, 2, 3, 4))
     with dos.CheckpointManager(url, keep=dos.KeepLatest(1), sweep=False) as run:
         loaded(run, 3)
@@ -210,15 +189,9 @@ def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(url
     assert names(url) == ["step-3", "step-5"]
 
 
-def test_the_end_waits_for_deletions_even_if_the_last_save_has_failed(url, monkeypatch):
-    really, go = Retainer.committed, threading.Event()
-
-    def later(*args: Any) -> None:
-        assert go.wait(60)
-        really(*args)
-
+def test_the_end_waits_for_deletions_even_if_the_last_save_has_failed(url, hold, monkeypatch):
     save_steps(url, (1,))
-    monkeypatch.setattr(Retainer, "committed", later)
+    go = hold(Retainer, "committed")
     with (
         pytest.raises(dos.errors.StoreUnavailableError),
         dos.CheckpointManager(url, keep=dos.KeepLatest(1)) as run,

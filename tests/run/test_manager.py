@@ -11,7 +11,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,14 +21,13 @@ import pytest
 import torch
 
 import dcp_objstore as dos
-from dcp_objstore.observe.events import Event, Planned
+from dcp_objstore.read import api as load_api
 from dcp_objstore.run import claim_run as claiming, housekeeping, manager, saves
 from dcp_objstore.run.steps import check_step
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import api, async_save as async_api
 from tests.support.checkpoints import numbers
 from tests.support.managers import (
-    Unconditional,
     damage,
     down,
     end_of,
@@ -46,29 +44,16 @@ from tests.support.managers import (
 from tests.support.wrapped_stores import RecordingStore
 
 
-@pytest.fixture
-def url() -> str:
-    return run_url()
-
-
 def payload(step: int) -> bytes:
     """The bytes of the tensor of `state`."""
     return state(step)["weight"].numpy().tobytes()
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def held(hold: Any) -> threading.Event:
     """Background saves wait until the test sets this."""
-    go = threading.Event()
-    really = async_api.run_save
-
-    def later(*args: Any) -> Any:
-        assert go.wait(60)
-        return really(*args)
-
-    monkeypatch.setattr(async_api, "run_save", later)
-    yield go
-    go.set()
+    go: threading.Event = hold(async_api, "run_save")
+    return go
 
 
 def soon(held: threading.Event) -> None:
@@ -255,15 +240,9 @@ def test_a_job_looks_for_later_steps_once_and_only_if_it_chose_its_step(url, thr
     assert f"{url}/step-1" not in {store.url for store in stores}, "only the newest is read"
 
 
-def test_a_step_that_is_being_deleted_is_not_gone_back_to(url, monkeypatch):
+def test_a_step_that_is_being_deleted_is_not_gone_back_to(url, hold):
     """Else the job would go on from a step that is gone a moment later."""
-    go, really = threading.Event(), housekeeping.delete_step
-
-    def later(*args: Any, **settings: Any) -> Any:
-        assert go.wait(60)
-        return really(*args, **settings)
-
-    monkeypatch.setattr(housekeeping, "delete_step", later)
+    go = hold(housekeeping, "delete_step")
     with dos.CheckpointManager(url, keep=dos.KeepLatest(1), sweep=False) as run:
         run.save(1, state(1))
         run.save(2, state(2))
@@ -300,28 +279,6 @@ def test_a_step_of_another_job_is_refused_however_often_a_save_is_tried(url):
             with pytest.raises(dos.errors.CheckpointExistsError):
                 run.load(state(0), 1)
         assert loaded(run) == (1, 1)
-
-
-def test_a_save_that_failed_lets_no_other_save_replace_a_step_that_was_there(url):
-    """It has failed before it looked at the store, so what is there is not its own."""
-    save_steps(url, (1,))
-    with dos.CheckpointManager(url, sweep=False) as run:
-        run.async_save(1, {"lock": threading.Lock()})
-        for error in (dos.errors.UnsupportedError, dos.errors.CheckpointExistsError):
-            with pytest.raises(error):
-                run.save(1, state(10))
-        assert loaded(run) == (1, 1)
-
-
-def test_a_save_that_fails_after_going_back_leaves_the_later_steps_to_the_next(url):
-    save_steps(url, (1, 2, 3))
-    with dos.CheckpointManager(url, sweep=False) as run:
-        loaded(run, 1)
-        with pytest.raises(dos.errors.UnsupportedError):
-            run.save(2, {"lock": threading.Lock()})
-        assert numbers(run) == (1, 2, 3)
-        run.save(4, state(4))
-        assert numbers(run) == (1, 4)
 
 
 def test_looking_at_a_run_changes_nothing(url):
@@ -427,15 +384,6 @@ def test_a_save_whose_commit_was_never_answered_is_made_again(url, monkeypatch):
 
 
 # --- how it ends
-
-
-@pytest.mark.parametrize("other", [7, 10, 12])
-def test_the_last_step_is_saved_at_the_end_though_an_earlier_one_was_saved_after_it(url, other):
-    """A state that was kept, such as the best one. A later step is beyond the last one."""
-    with dos.CheckpointManager(url, sweep=False) as run:
-        run.step(10, state(10))
-        run.save(other, state(other))
-    assert names(url) == [f"step-{step}" for step in sorted({other, max(10, other)})]
 
 
 def test_a_manager_that_was_not_used_closes_without_a_request(url, requests):
@@ -717,17 +665,6 @@ def test_the_step_at_which_a_job_must_end_is_saved_before_a_handler_ends_the_pro
     assert names(url) == (["step-2"] if save else [])
 
 
-def test_a_job_is_told_once_that_it_must_end(url):
-    with (
-        noticed_at_each_step(),
-        dos.CheckpointManager(url, save_last=False, sweep=False) as run,
-    ):
-        signal.raise_signal(signal.SIGTERM)
-        assert [run.step(step, state(step)) for step in (1, 1, 2)] == [True, False, False]
-        assert run.preempted()
-    assert names(url) == ["step-1"]
-
-
 def exit_code(act: Callable[..., None], *args: object) -> int | None:
     """How a forked child ends that does this."""
     child = multiprocessing.get_context("fork").Process(target=act, args=args)
@@ -791,17 +728,6 @@ def test_steps_are_listed_by_a_request_each_and_deleted_ones_by_none(url, reques
             assert len(requests) == 2 + 1 + read
 
 
-def test_deleted_steps_cost_no_requests_when_a_job_begins_or_sweeps(url, through):
-    save_steps(url, range(1, 6), keep=dos.KeepLatest(3))
-    opened: set[str] = set()
-    through(lambda store: opened.add(store.url) or store)
-    with dos.CheckpointManager(url) as run:
-        assert loaded(run)[0] == 5
-        run.save(6, state(6))
-        end_of_upkeep()
-    assert opened == {url, *(f"{url}/step-{n}" for n in (3, 4, 5, 6))}
-
-
 @pytest.mark.parametrize("step", [-1, 10**18, True, 1.0, "1", None])
 def test_what_is_no_number_of_a_step_is_refused(url, requests, step):
     run = dos.CheckpointManager(url)
@@ -842,72 +768,41 @@ def test_wrong_arguments_are_refused_when_it_is_made(url, wrong):
         dos.CheckpointManager(url, **wrong)
 
 
-class Untrusted:
-    """What torch loads only with `trust_pickle`."""
-
-
-def test_loads_trust_and_verify_as_the_manager_was_told(url):
-    with dos.CheckpointManager(url) as run, pytest.warns(UserWarning, match="trust_pickle"):
-        run.save(1, {**state(1), "own": Untrusted()})
-    with dos.CheckpointManager(url) as run, pytest.raises(dos.errors.UntrustedPickleError):
-        run.load({"own": None})
-    with dos.CheckpointManager(url, trust_pickle=True) as run:
-        found: dict[str, Any] = {"own": None}
-        run.load(found)
-        assert isinstance(found["own"], Untrusted)
-    damage(f"{url}/step-1", payload(1))
-    with dos.CheckpointManager(url) as run, pytest.raises(dos.errors.CheckpointCorruptError):
-        loaded(run)
-    with dos.CheckpointManager(url, verify=False) as run:
-        assert loaded(run)[0] == 1
-
-
-def test_a_store_without_conditions_is_refused_unless_that_is_allowed(url, through):
-    through(Unconditional)
-    with (
-        pytest.raises(dos.errors.UnsupportedError),
-        dos.CheckpointManager(url, claim_run=False) as run,
-    ):
-        run.save(1, state(1))
-    with dos.CheckpointManager(url, claim_run=False, allow_unfenced=True) as run:
-        run.save(1, state(1))
-    assert names(url) == ["step-1"]
-
-
+@pytest.mark.parametrize("changed", [False, True])
 def test_what_is_saved_and_loaded_has_the_settings_of_the_manager(
-    url, tmp_path, capsys, monkeypatch
+    url, tmp_path, monkeypatch, changed
 ):
-    events: list[Event] = []
+    """In the foreground and the background, with these or by default; and so has every store."""
+    calls: list[dict[str, Any]] = []
     configs: list[object] = []
-    really = StoreSpec.open
-    monkeypatch.setattr(StoreSpec, "open", lambda spec: configs.append(spec.config) or really(spec))
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    settings: dict[str, Any] = {
-        "on_event": events.append,
+    open_store = StoreSpec.open
+    monkeypatch.setattr(
+        StoreSpec, "open", lambda spec: configs.append(spec.config) or open_store(spec)
+    )
+    for where, name in ((api, "save_planned"), (async_api, "begin_save"), (load_api, "load")):
+        really = getattr(where, name)
+        monkeypatch.setattr(
+            where, name, lambda *args, f=really, **given: calls.append(given) or f(*args, **given)
+        )
+    shared: dict[str, Any] = {
+        "on_event": lambda _: None,
         "trace": tmp_path / "{name}.json",
         "config": dos.TransferConfig(max_retries=3),
+        "storage_options": {},
+        "local": dos.Local(str(tmp_path)),
     }
-    with dos.CheckpointManager(url, **settings) as run:
+    saving = {"stock_metadata": not changed, "allow_unfenced": changed}
+    loading = {"verify": not changed, "trust_pickle": changed}
+    with dos.CheckpointManager(url, **shared, **({**saving, **loading} if changed else {})) as run:
         run.save(1, state(1))
         run.async_save(2, state(2))
         run.pin(1)
         run.load(state(0), 2)
         end_of_upkeep()
-    assert set(configs) == {settings["config"]}
-    assert {(one.operation, one.url) for one in events if isinstance(one, Planned)} == {
-        ("save", f"{url}/step-1"),
-        ("save", f"{url}/step-2"),
-        ("load", f"{url}/step-2"),
-    }
-    assert {path.stem for path in tmp_path.iterdir()} == {"step-1", "step-2"}
-    assert capsys.readouterr().err == "", "no progress bar"
-
-
-@pytest.mark.parametrize("settings", [{}, {"stock_metadata": False}])
-def test_stock_torch_finds_what_is_saved_unless_it_is_not_to(url, settings):
-    save_steps(url, [1], **settings)
-    keys = [meta.key for meta in StoreSpec(url).open().list()]
-    assert ("step-1/.metadata" in keys) is not bool(settings)
+    for call, own in zip(calls, (saving, saving, loading), strict=True):
+        expected = {**shared, **own, "progress": False}
+        assert {name: call[name] for name in expected} == expected
+    assert set(configs) == {shared["config"]}
 
 
 @pytest.mark.parametrize(

@@ -121,31 +121,12 @@ def preempt_at_random(url: str, tmp_path: Path, seed: int, values: dict[str, Any
     assert found["weight"][:, 0].tolist() == [step, step, step + 1, step + 1]
 
 
-@pytest.mark.parametrize("seed", cases(range(100, 120), default=[103]))
+@pytest.mark.parametrize("seed", cases(range(100, 120), default=[104]))
 def test_all_ranks_save_the_same_step_after_a_signal_at_any_moment(seed, tmp_path):
     values: dict[str, Any] = [{}, {"save_every": 7}, {"save_every": timedelta(seconds=0.3)}][
         seed % 3
     ]
     preempt_at_random((tmp_path / "run").as_uri(), tmp_path, seed, values)
-
-
-def save_by_time(rank: int, world_size: int, url: str) -> Any:
-    saved = []
-    with dos.CheckpointManager(url, save_every=timedelta(seconds=0.05), save_last=False) as run:
-        for step in range(1, LAST_STEP):
-            dist.all_reduce(torch.ones(1))
-            if run.step(step, sharded(step)):
-                saved.append(step)
-            if len(saved) == 2:
-                break
-    return saved
-
-
-def test_a_timer_makes_all_ranks_save_the_same_steps(tmp_path):
-    url = (tmp_path / "run").as_uri()
-    one, other = run_ranks(2, save_by_time, url)
-    assert one == other
-    assert [step.name for step in dos.steps(url)] == [f"step-{step}" for step in one]
 
 
 def skip_where_one_is_slow(rank: int, world_size: int, url: str) -> list[bool]:

@@ -19,7 +19,6 @@ from dcp_objstore.checkpoint.names import (
 )
 from dcp_objstore.checkpoint.read import open_committed
 from dcp_objstore.compat.dot_metadata import StockDotMetadata
-from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.run import upkeep
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import ObjectMeta
@@ -36,21 +35,6 @@ def run() -> str:
 def save(url: str, *names: str, value: int = 1, **settings: Any) -> None:
     for name in names:
         dos.save(state(value), f"{url}/{name}", progress=False, **settings)
-
-
-def test_repair_writes_what_the_writer_would_have_written(run):
-    save_each(run, 1)
-    url, store = f"{run}/step-1", StoreSpec(f"{run}/step-1").open()
-    written, _ = store.get(DOT_METADATA_KEY, max_size_bytes=1 << 20)
-    # Not byte for byte: pickle notes which equal objects are one.
-    derived = StockDotMetadata().derive(open_committed(store)[1])
-    assert decode_metadata(derived) == decode_metadata(written)
-    store.delete(DOT_METADATA_KEY)
-    for dry_run, is_there in ((True, False), (False, True)):
-        report = dos.repair(url, dry_run=dry_run)
-        assert (report.dot_metadata, report.dry_run) == ("written", dry_run)
-        assert (DOT_METADATA_KEY in {meta.key for meta in store.list()}) is is_there
-    assert dos.repair(url).dot_metadata is None
 
 
 def test_dot_metadata_is_judged_by_what_it_names(tmp_path):
