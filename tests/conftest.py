@@ -145,6 +145,13 @@ def pytest_collectstart() -> None:
     gc.disable()
 
 
+def pytest_pycollect_makeitem(name: str, obj: object) -> list[pytest.Item] | None:
+    """The tests of the campaign are not even collected where it is left out."""
+    marks = getattr(obj, "pytestmark", ()) if name.lower().startswith("test") else ()
+    is_skipped = campaign.is_left_out and any(mark.name == "campaign" for mark in marks)
+    return [] if is_skipped else None
+
+
 def pytest_collection_finish() -> None:
     """The garbage collector need not visit them each time, nor a forked child copy them."""
     # torch logs every call of a collective and of the planner: pages of it for a failed test, and

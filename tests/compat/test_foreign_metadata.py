@@ -18,7 +18,8 @@ from dcp_objstore.errors import (
     UntrustedPickleError,
 )
 from tests.support import pickles as p
-from tests.support.hostile_metadata import DAMAGED, EXECUTES, fired, of_path
+from tests.support.hostile import fired
+from tests.support.hostile_metadata import DAMAGED, EXECUTES, of_path
 from tests.support.stock_checkpoints import save_stock
 
 

@@ -12,7 +12,6 @@ import re
 import select
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import pytest
 
 import dcp_objstore
 from tests.support import hostile, hostile_cases  # noqa: F401 - registers the cases
+from tests.support.campaign import cases
 
 # What reading any of these may take beyond twice the input: parsing takes up to 100 times a hostile
 # `.metadata` (some 20 times a real one), of which the largest here has 200 KB; the rest is small.
@@ -73,18 +73,10 @@ def worker() -> Iterator[Worker]:
     worker.stop()
 
 
-def of_each_family() -> list[Any]:
-    """All cases; of each family the first one is in the default tests."""
-    seen: Counter[str] = Counter()
-    params = []
-    for case_id, case in hostile.CASES.items():
-        marks = [] if not seen[case.family] else [pytest.mark.campaign]
-        seen[case.family] += 1
-        params.append(pytest.param(case_id, marks=marks))
-    return params
+FIRST_OF_ITS_FAMILY = {case.family: case.id for case in reversed(hostile.CASES.values())}
 
 
-@pytest.mark.parametrize("case_id", of_each_family())
+@pytest.mark.parametrize("case_id", cases(hostile.CASES, default={*FIRST_OF_ITS_FAMILY.values()}))
 def test_it_is_refused_and_nothing_else_happens(case_id, worker):
     case, result = hostile.CASES[case_id], worker.run(case_id)
     assert (result["fired"], result["events"]) == (0, [])

@@ -134,19 +134,17 @@ def test_a_checkpoint_without_digests_says_so(tmp_path, quick):
 def test_what_arrives_in_pieces_is_compared_piece_by_piece(bucket):
     """Over plain HTTP a request of several blocks arrives block by block."""
     url, options = bucket.at("step-1"), bucket.storage_options
-    state = {"a": torch.arange(6 * MIB, dtype=torch.int32), "b": torch.ones(3)}
+    state = {"a": torch.arange(3 * MIB, dtype=torch.int32), "b": torch.ones(3)}
     dos.save(state, url, storage_options=options, progress=False)
     ckpt = dos.open(url, storage_options=options)
-    for _ in range(2):
-        report = ckpt.verify(deep=True, progress=False)
-        assert report.ok
-        assert report.blocks == 7
+    report = ckpt.verify(deep=True, progress=False)
+    assert (report.ok, report.blocks) == (True, 4)
     (name,) = [name for name in bucket.keys("step-1") if name.endswith(".distcp")]
-    key = f"step-1/{name}"
-    body = bucket.get(key)
+    body = bytearray(bucket.get(f"step-1/{name}"))
     first = body.index(state["a"].numpy()[:1000].tobytes())
-    for number in (0, 3, 5):
-        at = first + number * 4 * MIB + 17
-        bucket.put(key, body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :])
-        damaged = ckpt.verify(deep=True, progress=False).damaged
-        assert [(one.what, one.key, one.block) for one in damaged] == [("block", "a", number)]
+    for number in (0, 2):
+        body[first + number * BLOCK + 17] ^= 1
+    bucket.put(f"step-1/{name}", bytes(body))
+    damaged = ckpt.verify(deep=True, progress=False).damaged
+    found = sorted((one.what, one.key, one.block) for one in damaged)
+    assert found == [("block", "a", number) for number in (0, 2)]

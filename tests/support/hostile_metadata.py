@@ -3,22 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
 
-from tests.support import pickles as p
-
-fired: list[object] = []
-
-
-def fire(*args: object) -> object:
-    """What a hostile pickle would run, if anything were run."""
-    fired.append(args)
-    return fire
-
-
-class Reducer:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return fire, (1,)
+from tests.support import hostile, pickles as p
 
 
 def of_items(**items: bytes) -> bytes:
@@ -47,8 +33,7 @@ def slots_on_class(cls: str) -> bytes:
     return p.whole(p.name(p.METADATA, cls) + state + p.BUILD)
 
 
-THIS = __name__
-CANARY = p.call(THIS, "fire", p.text("x"))
+CANARY = p.call(hostile.THIS, "fire", p.text("x"))
 ENUM = p.name(p.METADATA, "_MEM_FORMAT_ENCODING")
 EXECUTES: dict[str, bytes] = {
     "os.system": p.whole(p.call("os", "system", p.text("touch canary"))),
@@ -72,13 +57,13 @@ EXECUTES: dict[str, bytes] = {
     "import": p.whole(p.call("builtins", "__import__", p.text("antigravity"))),
     "subprocess": p.whole(p.call("subprocess", "Popen", p.text("touch canary"))),
     "our canary": p.whole(CANARY),
-    "pickled by pickle": pickle.dumps(Reducer()),
-    "pickled by protocol 2": pickle.dumps(Reducer(), 2),
+    "pickled by pickle": pickle.dumps(hostile.Reducer(hostile.fire, 1)),
+    "pickled by protocol 2": pickle.dumps(hostile.Reducer(hostile.fire, 1), 2),
     "as a value of the metadata": p.metadata(version=CANARY),
     "in a dropped attribute": p.metadata(mcore_data=CANARY),
     "as a tensor": of_items(w=CANARY),
     "as a key": p.metadata(p.mapped({CANARY: p.tensor()})),
-    "as a dtype": of_properties(p.name(THIS, "fire")),
+    "as a dtype": of_properties(p.name(hostile.THIS, "fire")),
     "as checkpoint_id": p.metadata(meta=p.made(p.METADATA, "StorageMeta", checkpoint_id=CANARY)),
     "new object of a foreign class": p.whole(p.name("threading", "Thread") + b")\x81"),
     "torch.load": p.whole(p.call("torch", "load", p.text("x"))),
