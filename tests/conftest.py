@@ -60,7 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["SSL_CERT_FILE"] = str(AUTHORITY)
     # Set in many containers. Each of the processes would compile all tests and all of the package.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    settings.register_profile("few", max_examples=50)  # others in the next run
+    # Others in the next run. How long one takes says nothing on a busy machine.
+    settings.register_profile("few", max_examples=50, deadline=None)
     settings.load_profile("few")
     campaign.is_left_out = config.getoption("markexpr") == "not campaign"
     config.addinivalue_line("markers", "backends(*kinds): stores that the `bucket` fixture uses")

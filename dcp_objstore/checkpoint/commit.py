@@ -115,16 +115,14 @@ class CommitResult:
     """A commit that took effect.
 
     Attributes:
-        superseded: another job replaced or deleted it before this save knew its outcome.
         marker: the marker as this commit wrote it.
         attempts: the number of PUTs of the marker that were sent.
         dot_metadata: the condition that `.metadata` is still what it was when the save began; None
-            if the commit was superseded, because then it does not prove that `.metadata` must
-            be written (rule 6 in `publish`).
+            if another job replaced or deleted the commit before this save knew its outcome, because
+            then it does not prove that `.metadata` must be written (rule 6 in `publish`).
     """
 
     commit_id: str
-    superseded: bool
     marker: Marker
     attempts: int
     dot_metadata: Precondition | None
@@ -351,7 +349,6 @@ def commit_checkpoint(
             )
             return CommitResult(
                 ours,
-                superseded,
                 marker,
                 attempts=tries.retries + 1 + beaten,
                 dot_metadata=None if superseded else begin.dot_metadata,

@@ -425,22 +425,6 @@ def test_what_a_claim_asks_of_its_run(run, caplog):
     assert caplog.text == ""
 
 
-def test_a_claim_that_meets_another_ending_does_not_revive_steps(run):
-    """The other's second PUT, which raises the base, lands right before our first."""
-    stray = Job(run).begin("step-1")
-
-    def come_before(second: Put) -> None:
-        with pytest.raises(SupersededError):
-            stray()  # no longer adopted, because the steps were listed before
-        run.on_put = in_turn(CLAIM_KEY, lambda _: run.apply(second))
-        with pytest.raises(SupersededError, match="stop this job"):
-            Job(run)
-
-    run.on_put = in_turn(CLAIM_KEY, None, come_before)
-    assert Job(run).number == 2
-    assert listed(run) == {}
-
-
 def test_a_claim_that_somebody_removes_in_the_middle_is_not_taken(run):
     Job(run)
     puts = len(run.puts)

@@ -110,7 +110,7 @@ def test_commit_is_one_conditional_put_after_objects_and_index(store):
     [put] = marker_puts(store)
     assert (put.precondition, put.retry) == (IfAbsent(), False)
     marker = decode_marker(store.body(MARKER_KEY))
-    assert done == CommitResult(marker.commit_id, False, marker, 1, IfAbsent())
+    assert done == CommitResult(marker.commit_id, marker, 1, IfAbsent())
     body = ix.encode(index)
     assert open_committed(store) == (marker, body)
     assert store.requests[-2:] == [("get", MARKER_KEY), ("get", index_key(nonce))]
@@ -198,14 +198,6 @@ def test_a_save_that_meets_a_store_that_does_not_answer_sends_nothing_more(store
     assert store.requests[-1] == ("get", MARKER_KEY)
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_step_of_an_earlier_claim_is_replaced_unasked(store, overwrite):
-    first = save(store, claim=1)
-    done = save(store, claim=2, overwrite=overwrite)
-    assert done.marker.put_on == first.marker.write_id
-    assert done.marker.log == (first.commit_id,)
-
-
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_beacon_that_gets_no_answer_is_put_again_after_a_look_at_the_marker(store, damaged):
     """If a web server answers in the store's place, the look ends the save at once."""
@@ -254,21 +246,6 @@ def test_a_beacon_that_cannot_be_removed_is_left_to_a_sweep(store, caplog):
     with caplog.at_level(logging.DEBUG, "dcp_objstore"):
         commits.remove_beacon(store, token.beacon)
     assert f"{store.url}/{token.beacon} stays until the next sweep" in caplog.text
-
-
-def test_what_is_committed_while_a_save_finishes_a_deletion_is_not_replaced_unasked(store):
-    save(store)
-    rewrite(store, state="deleting")
-    others: list[CommitResult] = []
-
-    def overtake(key: str) -> None:
-        store.on_delete = None
-        others.append(save(store))
-
-    store.on_delete = overtake
-    with pytest.raises(CheckpointExistsError):
-        commits.take_begin_token(store, overwrite=False)
-    assert open_committed(store)[0].commit_id == others[0].commit_id
 
 
 def test_begin_token_travels_between_processes(store):
@@ -328,18 +305,6 @@ def test_a_commit_that_somebody_was_before_reads_the_marker_and_changes_nothing(
     assert store.objects.get(MARKER_KEY) == marker
 
 
-@pytest.mark.parametrize("claim", [0, 1])
-@pytest.mark.parametrize("there", [False, True])
-def test_of_two_saves_of_one_job_the_first_to_commit_stays(store, claim, there):
-    if there:
-        save(store, claim=claim)
-    first, second = (commits.take_begin_token(store, overwrite=True, claim=claim) for _ in range(2))
-    done = finish(store, first)
-    with pytest.raises(CommitLostError, match=done.commit_id):
-        finish(store, second)
-    assert open_committed(store)[0] == done.marker
-
-
 # --- ambiguity
 
 REFUSALS = (PermissionDeniedError, CredentialsError, UnsupportedError, ConfigError, InputError)
@@ -367,7 +332,7 @@ def test_a_put_is_sent_again_with_the_same_body_until_it_has_taken_effect(
     token = commits.take_begin_token(store, overwrite=overwrite)
     done = finish(store, token, on_retry=lambda number, *_: retries.append(number))
     assert retries == list(range(2, puts + 1))
-    assert (done.attempts, done.superseded) == (puts, False)
+    assert (done.attempts, done.dot_metadata is None) == (puts, False)
     sent = marker_puts(store)
     assert len(sent) == puts
     assert len({(put.data, put.precondition, put.retry) for put in sent}) == 1
@@ -392,7 +357,7 @@ def test_a_refusal_counts_only_if_the_marker_shows_that_nothing_took_effect(stor
 
     store.on_put = in_turn(MARKER_KEY, landed)
     done = save(store)
-    assert not done.superseded
+    assert done.dot_metadata is not None
     assert len(marker_puts(store)) == 2
     assert open_committed(store)[0] == done.marker
 
@@ -422,33 +387,6 @@ def test_a_put_that_was_refused_with_409_can_not_land_any_more(store):
     store.on_put = in_turn(MARKER_KEY, PreconditionFailedError("409"), CredentialsError("expired"))
     with pytest.raises(CredentialsError):
         finish(store, token)
-
-
-@pytest.mark.parametrize(
-    ("then", "superseded"),
-    [
-        (lambda store: save(store, overwrite=True), True),
-        (lambda store: rewrite(store, state="deleted"), True),
-        (rewrite, False),  # a sweep changes write_id and ETag; only commit_ids may be compared
-    ],
-    ids=["replaced", "deleted", "swept"],
-)
-def test_what_lost_its_answer_is_a_success_whatever_came_then(store, then, superseded):
-    after: list[bytes] = []
-
-    def land_and_be_followed(put: Put) -> BaseException:
-        store.apply(put)
-        then(store)
-        after.append(store.body(MARKER_KEY))
-        return StoreUnavailableError("no answer")
-
-    store.on_put = in_turn(MARKER_KEY, land_and_be_followed)
-    done = save(store)
-    assert done.superseded is superseded
-    assert done.dot_metadata == (None if superseded else IfAbsent())
-    assert store.body(MARKER_KEY) == after[-1]
-    marker = decode_marker(after[-1])
-    assert done.commit_id in (marker.commit_id, *marker.log)
 
 
 def test_a_refusal_is_unknown_as_long_as_the_marker_cannot_be_read(store):

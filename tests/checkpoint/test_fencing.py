@@ -1,111 +1,66 @@
-"""A job that was paused and wakes up too late does no damage, and is told the truth.
+"""A job whose request comes late does no damage, and is told the truth.
 
-Real processes, stopped by SIGSTOP at a request of theirs that the proxy holds back. What is said
-here of pauses holds for a job on a machine that lost its network, too: the request arrives late.
+On a real server: the proxy holds one request back, as a paused process or a broken network does,
+and others save, sweep and delete before it goes on. All such orders, in memory, are in
+`tests/model/test_model_traces.py`.
 """
 
 from __future__ import annotations
 
-import math
-import signal
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
 
 import pytest
 
 import dcp_objstore as dos
+from dcp_objstore.checkpoint.sweep import sweep
+from dcp_objstore.compat.dot_metadata import StockDotMetadata
 from dcp_objstore.errors import CheckpointNotFoundError, CommitLostError, LostRaceError
-from dcp_objstore.stores import ObjectStore, StoreSpec
-from tests.support.checkpoints import edition, edition_in, save_edition_here
-from tests.support.launcher import Job, Outcome, Ranks
+from dcp_objstore.stores import StoreSpec
+from tests.support.checkpoints import Options, edition, edition_in
 from tests.support.proxy import Meant, NetworkProxy
-from tests.support.ranks import pause as pause_job, run_ranks, start_workers
 from tests.support.servers import Bucket
-from tests.support.upkeep import AgedStore, Ages, loose, named, tear
-
-Options = Mapping[str, object]
+from tests.support.upkeep import AgedStore, loose, named, tear
 
 pytestmark = pytest.mark.backends("seaweed")
 
-
-def save(
-    rank: int, world_size: int, name: str, url: str, options: Options, overwrite: bool
-) -> None:
-    state = dict(edition(name, "shard0"))
-    dos.save(state, url, storage_options=options, overwrite=overwrite, progress=False)
-
-
-def sweep(rank: int, world_size: int, url: str, direct: Options, options: Options) -> Any:
-    """In a world where everything that is there when it begins is two days old."""
-    ages: Ages = {}
-    really_open = StoreSpec.open
-
-    def open_aged(spec: StoreSpec) -> ObjectStore:
-        return AgedStore(really_open(spec), ages)
-
-    AgedStore(StoreSpec(url, direct).open(), ages).age()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(StoreSpec, "open", open_aged)
-        (done,) = dos.sweep(url, storage_options=options).checkpoints
-    return done
-
-
-def delete(rank: int, world_size: int, url: str, options: Options, now: bool) -> Any:
-    return dos.delete(
-        url, storage_options=options, allow_newest=True, grace_seconds=0 if now else math.inf
-    )
-
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Ranks]:
-    with start_workers() as crew:
-        yield crew
+Begin: TypeAlias = Callable[[Meant, Callable[[Options], Any]], Callable[[], Any]]
 
 
 @pytest.fixture
-def proxy(bucket: Bucket) -> Iterator[NetworkProxy]:
-    with NetworkProxy(bucket.storage_options) as proxy:
-        yield proxy
+def begin(bucket: Bucket) -> Iterator[Begin]:
+    """Begins a call, up to a request that is meant; returns what lets it go on to its end."""
+    with ThreadPoolExecutor(1) as pool, NetworkProxy(bucket.storage_options) as proxy:
+
+        def begun(meant: Meant, call: Callable[[Options], Any]) -> Callable[[], Any]:
+            held = proxy.hold(meant)
+            ended = pool.submit(call, proxy.storage_options)
+            held.wait()
+
+            def go_on() -> Any:
+                held.release()
+                return ended.result(60)
+
+            return go_on
+
+        yield begun
 
 
 def asks(method: str, ending: str) -> Meant:
     return lambda asked: asked.method == method and asked.name.endswith(ending)
 
 
-def pause(
-    proxy: NetworkProxy, meant: Meant, begin: Callable[[], Job]
-) -> Callable[[], list[Outcome]]:
-    """Start a job, and stop its processes at the first request that is meant.
-
-    Returns what wakes it up and waits for its end.
-    """
-    held = proxy.hold(meant)
-    job = begin()
-    held.wait()
-    pause_job(job)
-
-    def wake() -> list[Outcome]:
-        held.release()
-        job.signal(signal.SIGCONT)
-        return job.end()
-
-    return wake
+def sweep_aged(url: str, options: Options) -> Any:
+    """In a world where everything that is there when it begins is two days old."""
+    store = AgedStore(StoreSpec(url, options).open())
+    store.age()
+    return sweep(store, dot_metadata=StockDotMetadata())
 
 
-def zombie_at(
-    crew: Ranks, proxy: NetworkProxy, url: str, options: Options, meant: Meant, there: bool
-) -> Callable[[], list[Outcome]]:
-    """A paused save, of a first checkpoint or over one that is there; returns what wakes it up."""
-    if there:
-        save_edition_here("first", url, options)
-    return pause(
-        proxy, meant, lambda: crew.start(2, save, "zombie", url, proxy.storage_options, there)
-    )
-
-
-def assert_lost(outcomes: list[Outcome]) -> None:
-    for outcome in outcomes:
-        assert isinstance(outcome.error, CommitLostError), str(outcome)
+def save(name: str, url: str, options: Options, *, overwrite: bool = False) -> None:
+    state = dict(edition(name))
+    dos.save(state, url, storage_options=options, overwrite=overwrite, progress=False)
 
 
 def assert_whole(bucket: Bucket, name: str, wanted: str, others: list[str]) -> None:
@@ -121,12 +76,15 @@ def assert_whole(bucket: Bucket, name: str, wanted: str, others: list[str]) -> N
     [(asks("PUT", ".distcp"), False), (asks("PUT", "_COMMIT"), True)],
     ids=["begun", "at its commit"],
 )
-def test_a_zombie_cannot_commit_over_its_successor(bucket, proxy, crew, moment, there):
+def test_a_zombie_cannot_commit_over_its_successor(bucket, begin, moment, there):
     url, options = bucket.at("step-1"), bucket.storage_options
-    wake = zombie_at(crew, proxy, url, options, moment, there)
-    run_ranks(3, save, "successor", url, options, there)
+    if there:
+        save("first", url, options)
+    wake = begin(moment, lambda late: save("zombie", url, late, overwrite=there))
+    save("successor", url, options, overwrite=there)
     before = bucket.keys("step-1")
-    assert_lost(wake())
+    with pytest.raises(CommitLostError):
+        wake()
     assert_whole(bucket, "step-1", "successor", ["zombie", "first"])
     left = {key for key in before if not key.startswith(".save-")}
     assert left <= set(bucket.keys("step-1")), "the loser removed nothing but its beacon"
@@ -139,15 +97,18 @@ def test_a_zombie_cannot_commit_over_its_successor(bucket, proxy, crew, moment, 
     ids=["uploaded", "at its commit"],
 )
 def test_a_writer_that_wakes_up_after_a_sweep_cannot_commit_onto_swept_data(
-    bucket, proxy, crew, moment, there
+    bucket, begin, moment, there
 ):
     url, options = bucket.at("run/step-1"), bucket.storage_options
-    wake = zombie_at(crew, proxy, url, options, moment, there)
+    if there:
+        save("first", url, options)
+    wake = begin(moment, lambda late: save("zombie", url, late, overwrite=there))
     # The index, which is sent at the same time as the listing, may come when a sweep has begun.
-    sweeps = (run_ranks(1, sweep, url, options, options)[0] for _ in range(3))
+    sweeps = (sweep_aged(url, options) for _ in range(3))
     swept = next(one for one in sweeps if one.outcome != "waiting")
     assert (swept.outcome, swept.fenced) == ("swept", True)
-    assert_lost(wake())
+    with pytest.raises(CommitLostError):
+        wake()
     if there:
         assert_whole(bucket, "run/step-1", "first", ["zombie"])
     else:
@@ -156,22 +117,12 @@ def test_a_writer_that_wakes_up_after_a_sweep_cannot_commit_onto_swept_data(
         assert ".metadata" not in bucket.keys("run/step-1")
 
 
-@pytest.mark.parametrize("name", ["_COMMIT", ".metadata"])
-def test_a_job_that_is_superseded_right_after_its_commit_leaves_the_successor_alone(
-    bucket, proxy, crew, name
-):
-    """Its answer is lost, or its `.metadata` is late; it has committed, and is told so."""
+def test_a_job_that_is_superseded_as_it_publishes_leaves_the_successor_alone(bucket, begin):
+    """It has committed, and is told so."""
     url, options = bucket.at("step-1"), bucket.storage_options
-    held = proxy.hold(asks("PUT", name), "answer" if name == "_COMMIT" else "request")
-    job = crew.start(2, save, "first", url, proxy.storage_options, False)
-    held.wait()
-    pause_job(job)
-    run_ranks(3, save, "successor", url, options, True)
-    held.release()
-    job.signal(signal.SIGCONT)
-    for outcome in job.end():
-        assert outcome.value is None, str(outcome)
-        assert not outcome.failed, str(outcome)
+    wake = begin(asks("PUT", ".metadata"), lambda late: save("first", url, late))
+    save("successor", url, options, overwrite=True)
+    wake()
     assert_whole(bucket, "step-1", "successor", ["first"])
 
 
@@ -181,42 +132,36 @@ def test_a_job_that_is_superseded_right_after_its_commit_leaves_the_successor_al
     ids=["at its fence", "at its first removal"],
 )
 def test_a_sweeper_that_wakes_up_after_a_new_save_removes_nothing_of_it(
-    bucket, proxy, crew, meant, there, outcome
+    bucket, begin, meant, there, outcome
 ):
     url, options = bucket.at("run/step-1"), bucket.storage_options
     store = StoreSpec(url, options).open()
     if there:
-        save_edition_here("first", url, options)
-        save_edition_here("second", url, options, overwrite=True)
+        save("first", url, options)
+        save("second", url, options, overwrite=True)
     else:
         tear(store)
     garbage = loose(store)
-    wake = pause(proxy, meant, lambda: crew.start(1, sweep, url, options, proxy.storage_options))
-    run_ranks(2, save, "successor", url, options, there)
-    (woken,) = wake()
-    assert not woken.failed, str(woken)
-    assert woken.value.outcome == outcome
+    wake = begin(meant, lambda late: sweep_aged(url, late))
+    save("successor", url, options, overwrite=there)
+    assert wake().outcome == outcome
     assert_whole(bucket, "run/step-1", "successor", ["first", "second"])
     assert (garbage <= set(bucket.keys("run/step-1"))) == (outcome == "lost")
 
 
 @pytest.mark.parametrize(
-    ("meant", "now", "begun"),
-    [(asks("PUT", "_COMMIT"), True, False), (asks("DELETE", ".metadata"), False, True)],
+    ("meant", "begun"),
+    [(asks("PUT", "_COMMIT"), False), (asks("DELETE", ".metadata"), True)],
     ids=["before the marker says so", "before it removes .metadata"],
 )
-def test_a_deleter_that_wakes_up_after_a_new_save_does_it_no_damage(
-    bucket, proxy, crew, meant, now, begun
-):
+def test_a_deleter_that_wakes_up_after_a_new_save_does_it_no_damage(bucket, begin, meant, begun):
     url, options = bucket.at("run/step-1"), bucket.storage_options
-    save_edition_here("first", url, options)
-    wake = pause(proxy, meant, lambda: crew.start(1, delete, url, proxy.storage_options, now))
-    # A save that finds a deletion under way finishes it.
-    run_ranks(2, save, "successor", url, options, True)
-    (woken,) = wake()
+    save("first", url, options)
+    wake = begin(meant, lambda late: dos.delete(url, storage_options=late, allow_newest=True))
+    save("successor", url, options, overwrite=True)  # finishes the deletion that has begun
     if begun:
-        assert not woken.failed, str(woken)
-        assert woken.value.superseded
+        assert wake().superseded
     else:
-        assert isinstance(woken.error, LostRaceError), str(woken)
+        with pytest.raises(LostRaceError):
+            wake()
     assert_whole(bucket, "run/step-1", "successor", ["first"])

@@ -146,37 +146,6 @@ def test_old_orphans_of_a_committed_checkpoint_go_and_nothing_else(real):
     named(real)
 
 
-def test_what_an_overwrite_replaced_goes_after_the_grace_period(store):
-    save(store)
-    replaced = named(store)
-    store.age()
-    second = save(store, overwrite=True)
-    waiting = go(store)
-    # Readers of the first may still be at it: the objects are old but the change is not.
-    assert (waiting.outcome, waiting.deleted, waiting.fenced) == ("waiting", 0, False)
-    assert replaced <= keys(store)
-    store.age()
-    done = go(store)
-    assert (done.outcome, done.deleted) == ("swept", 3)
-    assert keys(store) == {MARKER_KEY, DOT_METADATA_KEY, *named(store)}
-    assert open_committed(store)[0].commit_id == second.commit_id
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_save_that_no_listing_shows_is_not_defeated(store, overwrite):
-    """S3 lists no object before its upload is complete, and not everybody can list uploads."""
-    if overwrite:
-        save(store)
-    torn = tear(store)
-    store.age()
-    token = commits.take_begin_token(store, overwrite=overwrite)
-    done = go(store, uploads=None)
-    assert (done.outcome, done.fenced) == ("waiting", False)
-    finish(store, token, upload(store))
-    assert torn <= keys(store)
-    named(store)
-
-
 @pytest.mark.parametrize("deleted", [False, True])
 def test_mending_waits_for_a_save_too_for_it_ends_with_a_fence(store, deleted):
     save(store, publish=False)

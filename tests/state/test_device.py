@@ -431,7 +431,7 @@ def test_a_transport_that_never_lets_go_ends_in_a_stall_not_in_a_hang(lane, thro
     through(KeepingStore)
     state = {"t": torch.ones(25 * MIB)}
     config = dos.TransferConfig(
-        part_size_bytes=PART, upload_concurrency=1, stall_timeout_seconds=0.4
+        part_size_bytes=PART, upload_concurrency=1, stall_timeout_seconds=0.1
     )
     url = memory_url()
     with pytest.raises(TransferStalledError):
@@ -547,7 +547,10 @@ def destinations(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("dtype", [*ALL_DTYPES, "converted"])
+_SIZES = (torch.bool, torch.bfloat16, torch.float64, torch.complex128)
+
+
+@pytest.mark.parametrize("dtype", cases([*ALL_DTYPES, "converted"], default=[*_SIZES, "converted"]))
 def test_every_dtype_and_layout_of_destination_is_filled(dtype, lane):
     stored, wanted = (torch.float32, torch.bfloat16) if dtype == "converted" else (dtype, dtype)
     sizes = {key: tuple(tensor.shape) for key, tensor in destinations(wanted).items()}

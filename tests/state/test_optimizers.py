@@ -14,8 +14,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
 
 import dcp_objstore as dos
 from dcp_objstore.errors import StateMismatchError
@@ -24,9 +22,6 @@ from dcp_objstore.state.fsdp1 import FlatOptimizer
 from dcp_objstore.state.optimizers import NamedOptimizer
 from dcp_objstore.state.record import Record
 from tests.support.checkpoints import memory_url
-from tests.support.ranks import run_ranks
-from tests.support.states import local
-from tests.support.wrappers import Codes, is_same
 
 
 def layers() -> nn.Sequential:
@@ -47,23 +42,6 @@ def saved(steps: int = 2, **settings: Any) -> str:
     step(model, optimizer, steps)
     dos.save({"model": model, "optimizer": optimizer}, url := memory_url(), progress=False)
     return url
-
-
-def test_a_load_steps_nothing_and_touches_no_gradient_and_no_other_weight():
-    url, model = saved(eps=0.0), nn.Sequential(*layers(), nn.Linear(3, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), eps=0.0)
-    steps: list[object] = []
-    optimizer.register_step_pre_hook(lambda *_: steps.append("before"))
-    optimizer.register_step_post_hook(lambda *_: steps.append("after"))
-    model[2].weight.grad = gradient = torch.ones(3, 3)
-    before = model[2].weight.detach().clone()
-    dos.load({"model": model, "optimizer": optimizer}, url, strict=False, progress=False)
-    assert not steps
-    assert torch.equal(model[2].weight, before)
-    assert model[2].weight.grad is gradient
-    assert model[0].weight.grad is None
-    assert model[2].weight not in optimizer.state
-    assert float(optimizer.state[model[0].weight]["step"]) == 2
 
 
 def test_what_an_optimizer_has_already_is_filled_in_place():
@@ -214,27 +192,6 @@ def test_groups_become_one_where_their_settings_that_are_tensors_are_equal(rates
     else:
         with pytest.raises(StateMismatchError, match="lr"):
             dos.load({"model": model, "optimizer": optimizer}, url, progress=False)
-
-
-class Windowed(torch.optim.SGD):
-    """An entry that grows with each step."""
-
-    def step(self, closure: Any = None) -> Any:
-        super().step(closure)
-        for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            state["past"] = torch.cat([state.get("past", torch.zeros(0)), torch.ones(1)])
-
-
-@pytest.mark.parametrize("steps", [0, 1, 3, 5])
-def test_an_entry_comes_in_the_shape_that_was_saved(steps):
-    model = layers()
-    optimizer, other = (Windowed(model.parameters(), momentum=0.9) for _ in range(2))
-    step(model, optimizer, 3)
-    step(model, other, steps)
-    dos.save({"model": model, "optimizer": optimizer}, url := memory_url(), progress=False)
-    dos.load({"model": model, "optimizer": other}, url, progress=False)
-    assert all(state["past"].tolist() == [1, 1, 1] for state in other.state.values())
 
 
 def test_a_group_of_new_parameters_keeps_all_of_its_settings(caplog):
@@ -391,77 +348,6 @@ def test_a_module_whose_hooks_rename_keys_is_refused_with_what_to_pass():
     with pytest.raises(StateMismatchError, match="pass its state_dict") as caught:
         dos.save({"model": model}, memory_url(), progress=False)
     assert caught.value.key == "model"
-
-
-class Quantized(torch.optim.SGD):
-    """Its state is of a class of its own, as that of torchao's optimizers."""
-
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["mean"] = Codes(
-                (parameter.detach() * 100).to(torch.int8), torch.full((len(parameter),), 0.5)
-            )
-
-
-def test_state_of_a_class_of_its_own_loads_as_it_was_into_a_fresh_optimizer():
-    model = layers()
-    optimizer = Quantized(model.parameters())
-    optimizer.step()
-    dos.save({"model": model, "optimizer": optimizer}, url := memory_url(), progress=False)
-    other = layers()
-    fresh = Quantized(other.parameters())
-    state = {"model": other, "optimizer": fresh}
-    dos.load(state, url, progress=False, trust_pickle=True)
-    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
-        loaded = fresh.state[mine]["mean"]
-        assert type(loaded) is Codes
-        assert is_same(loaded, optimizer.state[theirs]["mean"])
-
-
-class Sums(torch.optim.SGD):
-    """Entries of other shapes than the parameter, of the placements that they are computed with."""
-
-    def step(self, closure: Any = None) -> Any:
-        for parameter in self.param_groups[0]["params"]:
-            gradient = parameter.grad.detach()
-            rows = gradient.square().sum(1)  # sharded as the parameter
-            columns = rows.redistribute(placements=[Replicate()])
-            norm = gradient.norm().redistribute(placements=[Replicate()])
-            plain = {"window": torch.ones(4), "number": torch.tensor(1.0), "own": torch.ones(5, 3)}
-            for name, value in {"rows": rows, "columns": columns, "norm": norm, **plain}.items():
-                self.state[parameter].setdefault(name, torch.zeros_like(value)).add_(value)
-        return super().step(closure)
-
-
-def resume_sums(rank: int, world: int, url: str) -> list[Any]:
-    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = fully_shard(nn.Linear(3, 5, bias=False))
-        return model, Sums(model.parameters(), momentum=0.9)
-
-    model, optimizer = made()
-    step(model, optimizer, 2)
-    dos.save({"model": model, "optimizer": optimizer}, url, progress=False)
-    fresh, loaded = made()
-    dos.load({"model": fresh, "optimizer": loaded}, url, progress=False)
-    states = [next(iter(of.state.values())) for of in (optimizer, loaded)]
-    for name, value in states[0].items():
-        assert type(value) is type(states[1][name]), name
-        if isinstance(value, DTensor):
-            assert (value.placements, value.shape) == (states[1][name].placements, value.shape)
-        assert torch.equal(*(local(state[name]) for state in states)), name
-    step(fresh, loaded)
-    return [
-        str(states[1][name].placements) if isinstance(value, DTensor) else "plain"
-        for name, value in states[0].items()
-        if name != "momentum_buffer"
-    ]
-
-
-def test_state_beside_a_sharded_parameter_is_sharded_or_plain_as_it_was(tmp_path):
-    kinds = run_ranks(2, resume_sums, f"file://{tmp_path}/c")
-    sharded = ["(Shard(dim=0),)", "(Replicate(),)", "(Replicate(),)"]
-    assert kinds == [[*sharded, "plain", "plain", "plain"]] * 2
 
 
 def test_settings_of_a_ranks_own_groups_win_over_numbered_ones(monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ def test_each_optimizer_of_torch_goes_on_as_through_its_own_state_dict(name, sce
     ("name", "scene"),
     cases(
         [(name, scene) for name in _KINDS for scene in SCENES],
-        default=[(name, "fresh") for name in _KINDS],
+        default=[*((name, "fresh") for name in _KINDS), ("Windowed", "stepped")],
     ),
 )
 def test_state_of_any_kind_goes_on_as_through_the_optimizers_own_state_dict(name, scene):
@@ -107,23 +108,40 @@ def test_on_a_gpu_each_entry_comes_back_to_the_device_where_it_was(name, scene):
     assert found.outcome in ({RIGHT, SAID, REFUSED} if SCENES[scene].said else {RIGHT}), found
 
 
-_RANKS = [(name, layout) for name in _CLASSES for layout in LAYOUTS]
+# Steps of the optimizer that loads, for each layout of the default suite.
+_STEPPED = {"ddp": (0,), "fsdp2": (0,), "stages": (2,), "uneven": (2,), "experts": (0,)}
+_OF_RANKS = [
+    *(("torch", "AdamW", layout, steps) for layout, steps in _STEPPED.items()),
+    ("kinds", "Norms", "fsdp2", (0,)),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), cases(_RANKS, default=[("AdamW", layout) for layout in LAYOUTS])
+    ("library", "name", "layout", "warm"),
+    cases(
+        [
+            *_OF_RANKS,
+            *(("torch", name, layout, (0, 2)) for name in _CLASSES for layout in LAYOUTS),
+        ],
+        default=_OF_RANKS,
+    ),
 )
-def test_two_ranks_and_one_process_resume_as_by_their_own_state_dicts(name, layout):
-    for found in rows_of(case_of("torch", name), layout):
-        allowed = {RIGHT} if name == "AdamW" else {RIGHT, NOT_RUN}
+def test_two_ranks_and_one_process_resume_as_by_their_own_state_dicts(library, name, layout, warm):
+    for found in rows_of(case_of(library, name), layout, warm=warm):
+        allowed = {RIGHT} if name in ("AdamW", "Norms") else {RIGHT, NOT_RUN}
         # Each rank has a `prev_loss` of its own, and torch one place for it.
         allowed |= {SAID} if name == "LBFGS" else set()
         assert found.outcome in allowed, found
 
 
-@pytest.mark.parametrize("name", [case.name for case in cases_of("distributed")])
-def test_optimizers_that_ranks_share_go_on_as_if_uninterrupted(name):
-    for found in rows_of(case_of("distributed", name), "ddp"):
+_SHARED = [case.name for case in cases_of("distributed")]
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"), cases(product(_SHARED, (0, 2)), default=[*product(_SHARED, (0,))])
+)
+def test_optimizers_that_ranks_share_go_on_as_if_uninterrupted(name, steps):
+    for found in rows_of(case_of("distributed", name), "ddp", warm=(steps,)):
         one_process = found.scene.endswith("to 1")  # where they cannot be made
         assert found.outcome == (NOT_RUN if one_process else RIGHT), found
 

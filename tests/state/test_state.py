@@ -7,9 +7,11 @@ from types import MappingProxyType
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dcp_objstore as dos
+from dcp_objstore import torch_private
 from dcp_objstore.errors import RankFailedError, StateMismatchError, UnsupportedError
 from dcp_objstore.state.per_rank import PerRank
 from dcp_objstore.state.state_dict import AgreeingPlanner, ConvertedState
@@ -368,6 +370,22 @@ def test_an_object_with_one_of_the_two_methods_is_a_plain_value(lacks):
     value = type("Half", (), methods)()
     plain = {"a": value, "b": [value], "c": (value,)}
     assert to_state_dict(plain) == plain
+
+
+@pytest.mark.parametrize(
+    ("error", "flat"), [(dist.DistBackendError("gone"), False), (ValueError("gone"), True)]
+)
+def test_what_breaks_off_a_collective_is_no_error_of_the_value(error, flat, monkeypatch):
+    """Under FSDP1 a module makes its state dict in collectives."""
+
+    class Breaks(nn.Module):
+        def state_dict(self, *_, **__):
+            raise error
+
+    monkeypatch.setattr(torch_private, "has_flat_parameters", lambda module: flat)
+    with pytest.raises(type(error)) as caught:
+        to_state_dict({"model": Breaks()})
+    assert caught.value is error
 
 
 class Failing:

@@ -276,11 +276,10 @@ def resume(rank: int, world: int, kind: str, url: str, options: Options) -> dict
     ("saves", "loads"),
     cases(
         [
-            *((("fsdp2", 4), to) for to in (("fsdp2", 2), ("ddp", 2), ("plain", 1))),
+            *((("fsdp2", 4), to) for to in (("fsdp2", 2), ("fsdp1", 2), ("ddp", 2), ("plain", 1))),
             *((kind, ("ddp", 2)) for kind in (("ddp", 2), ("fsdp1", 2), ("compiled", 1))),
-            (("fsdp2", 2), ("fsdp1", 2)),
         ],
-        default=[(("fsdp2", 4), ("fsdp2", 2)), (("fsdp2", 2), ("fsdp1", 2))],
+        default=[(("fsdp2", 4), ("fsdp1", 2))],
     ),
 )
 def test_ranks_save_and_load_what_trains_in_any_layout(bucket, saves, loads):

@@ -251,6 +251,15 @@ class FaultStore(WatchedStore):
             raise fault.error
 
 
+def refusing(ending: str, error: BaseException) -> Callable[[ObjectStore], ObjectStore]:
+    """A wrapper for `through`: PUTs of keys with this ending raise the error."""
+
+    def plan(verb: Verb, key: str, _: int) -> Fault | None:
+        return Fault("before", error) if verb == "put" and key.endswith(ending) else None
+
+    return lambda store: FaultStore(store, plan)
+
+
 Change = Callable[[str, int, memoryview], None]
 
 

@@ -442,7 +442,8 @@ def test_the_copy_is_gone_before_its_save_counts_as_ended(saves, monkeypatch):
         return run_save(writer, staged, *args)
 
     def ending(handle: Handle, *outcome: Any) -> None:
-        gc.collect()  # a planner of torch 2.9 is in a cycle with it
+        if copies[-1]() is not None:
+            gc.collect()  # a planner of torch 2.9 is in a cycle with it
         gone.append(copies[-1]() is None)
         end(handle, *outcome)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import pickle
 import types
-from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -29,14 +27,6 @@ from dcp_objstore.write.staging.state import stage
 from tests.support.campaign import cases
 from tests.support.checkpoints import memory_url
 from tests.support.ranks import run_ranks
-
-
-@pytest.fixture
-def world() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
 
 # Two halves of a tensor of four rows, which lie the other way round in memory.
 _HALF = torch.Size((2, 3))

@@ -8,7 +8,6 @@ import dataclasses
 import datetime
 import enum
 import io
-import logging
 import pickle
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from hypothesis import given, settings, strategies as st
 import dcp_objstore as dos
 from dcp_objstore.write import same_values
 from dcp_objstore.write.same_values import SeenValues, _digest, _Exact, _Quick
+from tests.support.optimizers.rows import listening
 from tests.support.ranks import run_ranks
 
 Seen = list[list[str]]
@@ -116,7 +116,7 @@ def of_another_rank(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(VALUES)
 def test_equal_values_are_equal_whatever_their_order_and_whatever_is_shared(value):
     digest = _digest(_Exact, value)
@@ -128,7 +128,7 @@ def test_equal_values_are_equal_whatever_their_order_and_whatever_is_shared(valu
     ) or ("{" in repr(value) or "set" in repr(value))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(VALUES, VALUES)
 def test_different_values_are_different(one, other):
     for pickler in (_Exact, _Quick):
@@ -169,29 +169,14 @@ def test_tensors_are_not_compared_but_random_states_are():
     assert seen.digest(seen.compared({**state, "rng": torch.get_rng_state()})) != first
 
 
-class Messages(logging.Handler):
-    """The warnings of this rank's saves."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-    def of(self, state: dict[str, Any], url: str, *, background: bool = False) -> list[str]:
-        """Save a state; return what was said meanwhile."""
-        logger = logging.getLogger("dcp_objstore")
-        logger.addHandler(self)
-        try:
-            if background:
-                dos.async_save(state, url).result()
-            else:
-                dos.save(state, url, progress=False)
-        finally:
-            logger.removeHandler(self)
-        said, self.said = self.said, []
-        return said
+def warned_of(state: dict[str, Any], url: str, *, background: bool = False) -> list[str]:
+    """Save a state; return what was said meanwhile."""
+    with listening() as said:
+        if background:
+            dos.async_save(state, url).result()
+        else:
+            dos.save(state, url, progress=False)
+    return said
 
 
 def differing(rank: int, world: int, root: str, background: bool) -> Seen:
@@ -200,7 +185,7 @@ def differing(rank: int, world: int, root: str, background: bool) -> Seen:
 
     def say(**state: Any) -> list[str]:
         state["w"] = torch.full((3,), rank)  # a tensor that was trained, and is rank 0's
-        return Messages().of(state, f"{root}/{next(saved)}", background=background)
+        return warned_of(state, f"{root}/{next(saved)}", background=background)
 
     turned = {"a": 1, "b": (2,)} if last else {"b": (2,), "a": 1}
     rank_name = {f"own-{rank}": 5}
@@ -235,7 +220,7 @@ def test_one_warning_names_the_keys_and_two_ranks_and_what_to_do(tmp_path, backg
 def fails_on_one(rank: int, world: int, root: str) -> list[str]:
     """What cannot be pickled on one rank alone."""
     value: Any = {"step": 1, "own": (lambda: None) if rank else 5}
-    return Messages().of({**value, "w": torch.ones(1)}, f"{root}/1")
+    return warned_of({**value, "w": torch.ones(1)}, f"{root}/1")
 
 
 def test_a_value_that_only_one_rank_could_not_save_stops_none(tmp_path):

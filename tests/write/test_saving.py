@@ -46,7 +46,7 @@ from dcp_objstore.write import (
     writer as writer_module,
 )
 from tests.support.checkpoints import cause, memory_url
-from tests.support.wrapped_stores import Fault, FaultStore, Request, Verb, WatchedStore
+from tests.support.wrapped_stores import Request, WatchedStore, refusing
 
 MIB = 1024 * 1024
 
@@ -77,14 +77,10 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
 def test_a_metadata_object_that_cannot_be_made_or_put_only_warns(
     error, monkeypatch, through, logged
 ):
-    def plan(verb: Verb, key: str, nth: int) -> Fault | None:
-        del nth
-        return Fault("before", error) if (verb, key) == ("put", ".metadata") else None
-
     if isinstance(error, TypeError):
         monkeypatch.setattr(session_module, "encode_metadata", Mock(side_effect=error))
     else:
-        through(lambda store: FaultStore(store, plan))
+        through(refusing(".metadata", error))
     writer = dos.ObjectStoreWriter(url := memory_url())
     dcp.save({"t": torch.ones(5)}, storage_writer=writer, no_dist=True)
     assert writer.last_save is not None

@@ -28,6 +28,7 @@ from tests.support.wrapped_stores import (
     Request,
     Verb,
     WatchedStore,
+    refusing,
 )
 
 MIB = 1 << 20
@@ -56,12 +57,12 @@ def test_the_report_the_event_and_the_marker_say_the_same_of_a_save():
 
 
 def test_a_commit_that_is_sent_again_is_told_of(through):
-    def plan(verb: Verb, key: str, nth: int) -> Fault | None:
-        once = (verb, key) == ("put", "_COMMIT") and not told
-        return told.append(1) or Fault("before", StoreUnavailableError("lost")) if once else None  # type: ignore[func-returns-value]
+    errors, events = [StoreUnavailableError("lost")], Heard()
 
-    told: list[int] = []
-    events = Heard()
+    def plan(verb: Verb, key: str, nth: int) -> Fault | None:
+        once = (verb, key) == ("put", "_COMMIT") and errors
+        return Fault("before", errors.pop()) if once else None
+
     through(lambda store: FaultStore(store, plan))
     dos.save({"t": torch.ones(3)}, url := memory_url(), progress=False, on_event=events)
     (retried,) = of(Retried, events)
@@ -71,17 +72,6 @@ def test_a_commit_that_is_sent_again_is_told_of(through):
     (committed,) = of(Committed, events)
     assert committed.attempts == 2
     assert committed.start_ns <= retried.start_ns
-
-
-class Failing(WatchedStore):
-    """Refuses objects of data."""
-
-    error: BaseException
-
-    def put(self, key: str, *args: Any, **settings: Any) -> Version:
-        if key.endswith(".distcp"):
-            raise self.error
-        return super().put(key, *args, **settings)
 
 
 @pytest.mark.parametrize(
@@ -94,11 +84,11 @@ class Failing(WatchedStore):
     ],
 )
 def test_a_save_that_failed_removes_its_beacon_unless_the_store_may_not_answer(
-    error, removed, through, monkeypatch
+    error, removed, through
 ):
     requests: list[Request] = []
-    monkeypatch.setattr(Failing, "error", error, raising=False)
-    through(lambda store: RecordingStore(Failing(store), requests))
+    refuse = refusing(".distcp", error)
+    through(lambda store: RecordingStore(refuse(store), requests))
     url = memory_url()
     config = dos.TransferConfig(max_retries=1, retry_timeout_seconds=1)
     with pytest.raises((DcpObjstoreError, KeyboardInterrupt)):
@@ -157,28 +147,18 @@ def test_a_store_without_conditions_is_used_only_if_vouched_for_and_unclaimed(cl
         assert ".metadata" in keys(url)
 
 
-class Racing(WatchedStore):
-    """Another job commits first."""
+def test_of_two_jobs_the_one_that_commits_second_reports_nothing_as_saved(through):
+    url, theirs = memory_url(), iter([torch.zeros(3)])
+    events, ours = Heard(), Heard()
 
-    other: Any = None
+    def race(verb: Verb, key: str, nth: int) -> None:
+        if (verb, key) == ("put", "_COMMIT") and (tensor := next(theirs, None)) is not None:
+            dos.save({"t": tensor}, url, progress=False, on_event=events)
 
-    def put(self, key: str, *args: Any, **settings: Any) -> Version:
-        if key == "_COMMIT" and Racing.other is not None:
-            other, Racing.other = Racing.other, None
-            other()
-        return super().put(key, *args, **settings)
-
-
-def test_of_two_jobs_the_one_that_commits_second_reports_nothing_as_saved(through, monkeypatch):
-    url = memory_url()
-    through(Racing)
-    theirs: list[Any] = []
-    monkeypatch.setattr(
-        Racing, "other", lambda: theirs.append(dos.save({"t": torch.zeros(3)}, url, progress=False))
-    )
-    events = Heard()
+    through(lambda store: FaultStore(store, race))
     with pytest.raises(CommitLostError):
-        dos.save({"t": torch.ones(3)}, url, progress=False, on_event=events)
-    assert of(Saved, events) == of(Committed, events) == []
-    assert dos.open(url).commit_id == theirs[0].commit_id
+        dos.save({"t": torch.ones(3)}, url, progress=False, on_event=ours)
+    assert of(Saved, ours) == of(Committed, ours) == []
+    (saved,) = of(Saved, events)
+    assert dos.open(url).commit_id == saved.report.commit_id
     assert sum(is_beacon_key(key) for key in keys(url)) == 0

@@ -16,8 +16,7 @@ import torch.distributed.checkpoint as dcp
 import dcp_objstore as dos
 from dcp_objstore.errors import CheckpointExistsError, ConfigError, InputError
 from dcp_objstore.observe.events import Staged
-from dcp_objstore.write.staging import stager, state as staging
-from dcp_objstore.write.staging.memory import StagingMemory
+from dcp_objstore.write.staging import stager
 from dcp_objstore.write.staging.state import StagedState, stage
 from tests.support.checkpoints import cause, memory_url
 
@@ -46,13 +45,6 @@ def threads() -> Iterator[Any]:
     yield begin
     for one in begun:
         one.end()
-
-
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> StagingMemory:
-    fresh = StagingMemory()
-    monkeypatch.setattr(staging._memory, "here", fresh)
-    return fresh
 
 
 def background_save(copied: StagedState) -> Any:
@@ -92,7 +84,8 @@ def test_the_first_other_thread_that_calls_the_writer_runs_the_save():
     assert save.has_ended()
 
 
-def test_a_wait_for_a_save_ends_with_its_thread_or_its_copy(threads):
+def test_a_wait_for_a_save_ends_with_its_thread_or_its_copy(threads, monkeypatch):
+    monkeypatch.setattr("dcp_objstore.threads.STEP_SECONDS", 0.01)
     for known in (True, False):
         copies = [stage({"t": torch.ones(1)})]
         save = background_save(copies[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import threading
 import warnings
 import weakref
@@ -16,10 +17,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,8 +30,7 @@ from dcp_objstore import torch_private
 from dcp_objstore.state import device
 from dcp_objstore.transfer import digests
 from dcp_objstore.write import upload_items as uploading
-from dcp_objstore.write.staging import memory as pinned, regions, state as staging
-from dcp_objstore.write.staging.memory import StagingMemory
+from dcp_objstore.write.staging import memory as pinned, regions, stager, state as staging
 from dcp_objstore.write.staging.state import StagedState, Staging, stage
 from tests.support.checkpoints import HookPlanner, memory_url
 from tests.support.lanes import LateLane, use_lane
@@ -40,21 +38,6 @@ from tests.support.meeting_number import MeetingNumber
 from tests.support.ranks import run_ranks
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def world() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> StagingMemory:
-    """That of the process, for this test alone."""
-    fresh = StagingMemory()
-    monkeypatch.setattr(staging._memory, "here", fresh)
-    return fresh
 
 
 def addresses(state: StagedState) -> list[int]:
@@ -611,12 +594,20 @@ def begin_held(writer: dos.ObjectStoreWriter, url: str, held: Held) -> Any:
     return future
 
 
+@contextlib.contextmanager
+def impatient() -> Iterator[None]:
+    """Nobody waits for a save that may be about to end."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(stager, "_GRACE_SECONDS", 0.01)
+        yield
+
+
 def test_a_second_save_with_a_writer_is_refused_as_asked():
     writer, held = dos.ObjectStoreWriter(progress=False, on_busy="raise"), Held()
     urls = memory_url(), memory_url()
     first = begin_held(writer, urls[0], held)
     state = {"t": torch.zeros(1000)}
-    with pytest.raises(dos.errors.SaveInProgressError, match="running") as caught:
+    with impatient(), pytest.raises(dos.errors.SaveInProgressError, match="running") as caught:
         dcp.async_save(state, storage_writer=writer, checkpoint_id=urls[1], no_dist=True)
     assert caught.value.url == urls[0], "the writer is still at this one"
     held.go_on.set()
@@ -717,7 +708,7 @@ def test_a_copy_that_went_to_a_child_process_says_nothing_of_the_saves_end():
         first = pool.submit(send, [writer.stage({"t": torch.ones(3)})])
         try:
             assert sent.wait(30)
-            with pytest.raises(dos.errors.SaveInProgressError):
+            with impatient(), pytest.raises(dos.errors.SaveInProgressError):
                 writer.stage({"t": torch.ones(3)})
         finally:
             go_on.set()

@@ -18,11 +18,11 @@ import dcp_objstore as dos
 from dcp_objstore.config import AUTO_MOST, MIB
 from dcp_objstore.errors import StoreFullError
 from dcp_objstore.observe.events import Hashed, Planned
-from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.digests import block_digests
 from dcp_objstore.write import upload_items as uploading
 from dcp_objstore.write.layout import ChangedSlice, SizedItem
 from tests.support.checkpoints import memory_url
+from tests.support.wrapped_stores import refusing
 
 
 def test_values_come_first_then_small_tensors_then_large_ones_as_they_were_planned():
@@ -117,17 +117,11 @@ def test_the_queue_of_a_gpu_is_waited_for_before_its_tensors_are_read(monkeypatc
     assert steps == ["settled", "read"]
 
 
-class Full(WrappedStore):
-    """A disk without room."""
-
-    def put(self, key: str, *args: Any, **settings: Any) -> Any:
-        if key.endswith(".distcp"):
-            raise StoreFullError("no room is left")
-        return super().put(key, *args, **settings)
+FULL = refusing(".distcp", StoreFullError("no room is left"))
 
 
 def test_a_store_that_is_full_is_told_of_with_what_the_rank_saves(through):
-    through(Full)
+    through(FULL)
     state = {"a": torch.zeros(MIB // 4), "b": torch.zeros(MIB // 2)}
     with pytest.raises(StoreFullError, match=r"no room is left; this rank saves 3\.00 MiB"):
         dos.save(state, memory_url(), progress=False)
@@ -210,7 +204,7 @@ def test_what_changed_and_is_whole_all_the_same_is_told_once_a_tensor(caplog):
 
 
 def test_a_save_that_fails_leaves_no_thread_that_hashes(through):
-    through(Full)
+    through(FULL)
     before = set(threading.enumerate())
     with pytest.raises(StoreFullError):
         dos.save({"t": torch.zeros(3)}, memory_url(), progress=False)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import secrets
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -20,13 +18,6 @@ import dcp_objstore as dos
 from dcp_objstore import torch_private
 from dcp_objstore.write import planner
 from dcp_objstore.write.planner import WriteItems
-
-
-@pytest.fixture
-def world() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

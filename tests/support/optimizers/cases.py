@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from tests.support.wrappers import Codes
+
 Groups = list[dict[str, Any]]
 
 
@@ -184,21 +186,27 @@ class Growing(torch.optim.SGD):
 
 
 class Norms(torch.optim.SGD):
-    """Numbers and sums computed from a gradient, and plain ones; dicts without entries beside."""
+    """Numbers and sums computed from a gradient, and plain ones; dicts without entries beside.
+
+    Of a sharded gradient, some are sharded, some are on all ranks, and some are plain tensors.
+    """
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                state = self.state[parameter]
-                norm = parameter.grad.norm()
-                if isinstance(norm, DTensor):
-                    norm = norm.redistribute(placements=[Replicate()])
-                state.setdefault("norm", torch.zeros_like(norm)).mul_(0.9).add_(norm)
+                state, gradient = self.state[parameter], parameter.grad
+                sums = {"norm": _on_all_ranks(gradient.norm())}
+                if gradient.ndim == 2:
+                    sums["rows"] = gradient.square().sum(1)
+                    sums["columns"] = _on_all_ranks(gradient.sum(0))
+                for name, value in sums.items():
+                    state.setdefault(name, torch.zeros_like(value)).mul_(0.9).add_(value)
                 state.setdefault("count", torch.zeros(())).add_(1)
                 state.setdefault("window", torch.zeros(4)).add_(state["count"])
-                parameter.grad.mul_(1 + state["norm"] / 100)
+                state.setdefault("own", torch.zeros(parameter.shape)).add_(state["count"])
+                gradient.mul_(1 + state["norm"] / 100)
         return super().step(closure)
 
     def state_dict(self) -> dict[str, Any]:
@@ -209,6 +217,32 @@ class Norms(torch.optim.SGD):
         caches, last = state_dict.pop("caches"), state_dict.pop("last")
         assert (len(caches), caches[0], caches[2], last) == (3, {}, {}, {})
         super().load_state_dict(state_dict)
+
+
+def _on_all_ranks(value: torch.Tensor) -> torch.Tensor:
+    return value.redistribute(placements=[Replicate()]) if isinstance(value, DTensor) else value
+
+
+class Windowed(torch.optim.SGD):
+    """An entry whose shape grows with each step."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["past"] = torch.cat([state.get("past", torch.zeros(0)), torch.ones(1)])
+        return super().step(closure)
+
+
+class Quantized(torch.optim.SGD):
+    """An entry of a class of its own, as optimizers of torchao have it."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                codes = (parameter.detach() * 100).to(torch.int8)
+                self.state[parameter]["mean"] = Codes(codes, torch.full((len(codes),), 0.5))
+        return super().step(closure)
 
 
 class NeedsClosure(torch.optim.SGD):
@@ -262,6 +296,8 @@ def _kinds() -> list[Case]:
         Case("kinds", "Beside", _of(Beside, **momentum)),
         Case("kinds", "Growing", _of(Growing, **momentum)),
         Case("kinds", "Norms", _of(Norms, **momentum)),
+        Case("kinds", "Windowed", _of(Windowed, **momentum)),
+        Case("kinds", "Quantized", _of(Quantized, **momentum)),
         Case("kinds", "NeedsClosure", _of(NeedsClosure), step="closure"),
         Case("kinds", "NeedsClosure(momentum)", _of(NeedsClosure, **momentum), step="closure"),
         Case("kinds", "OwnRate", _of(OwnRate)),
