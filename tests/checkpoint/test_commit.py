@@ -248,6 +248,21 @@ def test_a_beacon_that_cannot_be_removed_is_left_to_a_sweep(store, caplog):
     assert f"{store.url}/{token.beacon} stays until the next sweep" in caplog.text
 
 
+def test_what_is_committed_while_a_save_finishes_a_deletion_is_not_replaced_unasked(store):
+    save(store)
+    rewrite(store, state="deleting")
+    others: list[CommitResult] = []
+
+    def overtake(key: str) -> None:
+        store.on_delete = None
+        others.append(save(store))
+
+    store.on_delete = overtake
+    with pytest.raises(CheckpointExistsError):
+        commits.take_begin_token(store, overwrite=False)
+    assert open_committed(store)[0].commit_id == others[0].commit_id
+
+
 def test_begin_token_travels_between_processes(store):
     save(store)
     token = commits.take_begin_token(store, overwrite=True)

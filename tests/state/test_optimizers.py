@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 import dcp_objstore as dos
-from dcp_objstore.errors import StateMismatchError
+from dcp_objstore.errors import RankFailedError, StateMismatchError
 from dcp_objstore.state import optimizers
 from dcp_objstore.state.fsdp1 import FlatOptimizer
 from dcp_objstore.state.optimizers import NamedOptimizer
@@ -322,22 +322,42 @@ def test_a_save_of_an_optimizer_that_lost_a_parameter_says_what_was_raised():
         dos.save({"model": model, "optimizer": optimizer}, memory_url(), progress=False)
 
 
-def test_an_error_of_a_values_own_methods_names_the_value():
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (KeyError("inner"), StateMismatchError),
+        (MemoryError("all"), RankFailedError),
+        (OSError("too many files"), RankFailedError),
+    ],
+)
+def test_an_error_of_a_values_own_methods_names_the_value(error, kind):
     class Fails(Held):
         def state_dict(self) -> Any:
-            raise KeyError("inner")
+            raise error
 
         def load_state_dict(self, state_dict: Any) -> None:
-            raise TypeError("no such thing")
+            raise error
 
-    with pytest.raises(StateMismatchError, match=r"state_dict of this Fails .*KeyError") as caught:
+    says = f"of this Fails raised {type(error).__name__}: {error}"
+    with pytest.raises(kind, match=f"state_dict {says}") as caught:
         dos.save({"a": {"b": Fails(1)}}, memory_url(), progress=False)
     assert caught.value.key == "a.b"
     Fails.state_dict = Held.state_dict  # type: ignore[method-assign]
     dos.save({"b": Fails({"n": 1})}, url := memory_url(), progress=False)
-    with pytest.raises(StateMismatchError, match=r"load_state_dict of this Fails") as caught:
+    with pytest.raises(kind, match=f"load_state_dict {says}") as caught:
         dos.load({"b": Fails({"n": 2})}, url, progress=False)
     assert caught.value.key == "b"
+
+
+def test_a_load_of_what_another_optimizer_wrote_says_so():
+    class Other(torch.optim.SGD):
+        def load_state_dict(self, state_dict: Any) -> None:
+            raise KeyError("momentum_buffer")
+
+    model = layers()
+    state = {"model": model, "optimizer": Other(model.parameters(), momentum=0.9)}
+    with pytest.raises(StateMismatchError, match="than Other wrote this, without 'momentum_buf"):
+        dos.load(state, saved(), progress=False)
 
 
 def test_a_module_whose_hooks_rename_keys_is_refused_with_what_to_pass():
