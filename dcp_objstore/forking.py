@@ -52,7 +52,7 @@ def open_here(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> in
     A forked child would share its lock, and keep its room when it is removed. So the child closes
     it, as a program that is started does.
     """
-    file = os.open(path, flags | os.O_CLOEXEC, mode)
+    file = os.open(path, flags, mode)
     _opened.add(file)
     return file
 

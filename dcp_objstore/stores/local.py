@@ -191,9 +191,6 @@ class LocalStore(BaseStore[Path]):
         self, path: Path, write: Callable[[int], None], precondition: Precondition | None
     ) -> Version:
         _make_folder(path.parent)
-        if path.is_dir():
-            what = f"{str(path)!r} is a folder, where a file is needed"
-            raise errors.InputError(what, advice="choose another URL, or move the folder away")
         temporary = path.parent / temporary_name(path.name)
         try:
             status = _write_synced(temporary, write)
@@ -205,6 +202,12 @@ class LocalStore(BaseStore[Path]):
                         _check_version(path, precondition.version)
                     temporary.replace(path)
             _sync_folder(path.parent)
+        except (IsADirectoryError, errors.PreconditionFailedError) as error:
+            if not path.is_dir():
+                raise
+            what = f"{str(path)!r} is a folder, where a file is needed"
+            advice = "choose another URL, or move the folder away"
+            raise errors.InputError(what, advice=advice) from error
         finally:
             temporary.unlink(missing_ok=True)
         return _version(status)
@@ -447,7 +450,7 @@ def _open(path: Path) -> tuple[int, os.stat_result]:
     """Open an object for reading; the caller closes the descriptor."""
     # O_NONBLOCK: opening a FIFO must not wait; it is refused below.
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except NotADirectoryError as error:
         raise errors.ObjectNotFoundError("there is no such object") from error
     try:
@@ -485,7 +488,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
     finally:

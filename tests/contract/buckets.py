@@ -11,6 +11,7 @@ import pytest
 from dcp_objstore.checkpoint.probe import probe
 from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.stores.protocol import Capabilities
+from tests.contract.common import Endpoint
 from tests.contract.suite import StoreContract
 from tests.support.proxy import NetworkProxy
 from tests.support.servers import Bucket
@@ -25,7 +26,7 @@ S3_LACKS = dict.fromkeys(("seaweed", "moto", "user"), frozenset[str]()) | {
 _crowds: dict[str, str] = {}
 
 
-class BucketContract(StoreContract):
+class InBucket(Endpoint):
     """A store in the fixture `bucket`; a subclass says by which adapter (`open`)."""
 
     below = "pre fix #1"
@@ -62,3 +63,7 @@ class BucketContract(StoreContract):
             _crowds[server] = bucket.prefix
         url = f"{urlsplit(bucket.url).scheme}://{bucket.name}/{_crowds[server]}crowd"
         return self.open(url, bucket.storage_options)
+
+
+class BucketContract(InBucket, StoreContract):
+    """The guarantees of a store in the fixture `bucket`."""

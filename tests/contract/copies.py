@@ -69,21 +69,22 @@ class CopiesContract(Endpoint):
     def test_nothing_is_copied_of_an_object_in_another_state(self, store, capabilities, side_door):
         if not capabilities.copies:
             return
-        version = put(store, "from", random_bytes(SIZE))
+        size = PART + 9
+        version = put(store, "from", random_bytes(size))
         store.put("copy", b"old")
-        put(store, "from", 255 - random_bytes(SIZE))
+        put(store, "from", 255 - random_bytes(size))
         now = store.head("from").version
         url = url_of(store, "from")
-        for error, sources in {
-            PreconditionFailedError: [CopySource(url, 0, SIZE, version)],
-            ObjectNotFoundError: [
-                *([CopySource(url, 0, SIZE, now)] if capabilities.range_copies else []),
-                CopySource(f"{url}-not", 0, 1, now),
-            ],
-            (CorruptDataError, InputError): [CopySource(url, SIZE - 9, SIZE + 1, now)],
-            InputError: [CopySource(url, 7, 7, now)],
-            UnsupportedError: [CopySource("memory://elsewhere/from", 0, 1, now)],
-        }.items():
+        whole, past = CopySource(url, 0, size, now), CopySource(url, 1, size + 1, now)
+        ranges = capabilities.range_copies
+        for error, sources in (
+            (PreconditionFailedError, [CopySource(url, 0, size, version)]),
+            (ObjectNotFoundError, [*[whole] * ranges, CopySource(f"{url}-not", 0, 1, now)]),
+            ((CorruptDataError, InputError), [past]),
+            ((CorruptDataError, InputError), [past, *[whole] * ranges]),
+            (InputError, [CopySource(url, 7, 7, now)]),
+            (UnsupportedError, [CopySource("memory://elsewhere/from", 0, 1, now)]),
+        ):
             with pytest.raises(error):
                 copy(store, *sources)
             assert read(store, "copy") == b"old"

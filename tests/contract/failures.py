@@ -21,7 +21,7 @@ from dcp_objstore.stores.admission.window import Window
 from tests.contract.common import Endpoint
 from tests.support.guarantees import guarantee
 from tests.support.scripted import Fault, ScriptedServer, fault_answer
-from tests.support.verbs import VERBS, check
+from tests.support.verbs import READS, VERBS, WRITES, check
 
 EXPECTED: dict[Fault, tuple[type[DcpObjstoreError], tuple[str, ...]]] = {
     "forbidden": (PermissionDeniedError, tuple(VERBS)),
@@ -30,9 +30,9 @@ EXPECTED: dict[Fault, tuple[type[DcpObjstoreError], tuple[str, ...]]] = {
     "conflict": (PreconditionFailedError, ("put_absent",)),
     "precondition": (PreconditionFailedError, ("put_absent",)),
     "bad range": (CorruptDataError, ("open_range",)),
-    "too many": (StoreUnavailableError, tuple(VERBS)),
+    "too many": (StoreUnavailableError, tuple(READS)),
     "internal": (StoreUnavailableError, tuple(VERBS)),
-    "busy": (StoreUnavailableError, tuple(VERBS)),
+    "busy": (StoreUnavailableError, tuple(WRITES)),
     "expired": (CredentialsError, tuple(VERBS)),
 }
 

@@ -15,7 +15,7 @@ import pytest
 from dcp_objstore.errors import DcpObjstoreError, PreconditionFailedError
 from dcp_objstore.stores import IfAbsent, IfVersion, ObjectMeta, Version, open_store
 from dcp_objstore.stores.protocol import Capabilities
-from tests.contract import CROWD, StoreContract
+from tests.contract import CROWD, Endpoint, StoreContract
 from tests.contract.preconditions import CREATORS
 from tests.support.doc_tables import STORES_PAGE
 from tests.support.guarantees import FAILED, GUARANTEES, LACKING, UNTRIED, parse
@@ -181,7 +181,7 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> dict[str, frozenset[str]]:
         except pytest.skip.Exception:
             continue  # an adapter whose library is not installed
     found: dict[str, frozenset[str]] = {}
-    classes: list[type[StoreContract]] = [StoreContract]
+    classes: list[type[Endpoint]] = [Endpoint]
     while classes:
         one = classes.pop()
         classes.extend(one.__subclasses__())

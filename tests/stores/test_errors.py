@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,6 +13,7 @@ import pytest
 from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.checkpoint.read import open_committed
+from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import (
     BucketNotFoundError,
     CheckpointCorruptError,
@@ -19,15 +22,20 @@ from dcp_objstore.errors import (
     CredentialsError,
     DcpObjstoreError,
     InputError,
+    ObjectNotFoundError,
     PermissionDeniedError,
+    PreconditionFailedError,
+    StoreFullError,
     StoreUnavailableError,
+    UnsupportedError,
     UploadLostError,
 )
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.admission.window import Window
+from dcp_objstore.stores.errors import kind_of_answer, kind_of_builtin, of_os
 from dcp_objstore.stores.obstore.errors import judge_obstore
-from dcp_objstore.stores.protocol import IfVersion, Version
+from dcp_objstore.stores.protocol import CopySource, IfVersion, Version
 from dcp_objstore.stores.ranges import read_range
 from tests.model.faults import ERROR_BODY, UNIX_EPOCH
 from tests.support.scripted import Scripted
@@ -87,13 +95,92 @@ def over(request: pytest.FixtureRequest) -> Scripted:
     return found
 
 
+# What the providers and the servers that speak their languages document: a code counts before the
+# status that it comes with.
+DOCUMENTED: dict[type[DcpObjstoreError], str] = {
+    BucketNotFoundError: (
+        "404 NoSuchBucket, 400 InvalidBucketName, 404 ContainerNotFound, 409 ContainerBeingDeleted"
+    ),
+    ObjectNotFoundError: "404, 404 NoSuchKey, 404 BlobNotFound",
+    CredentialsError: (
+        "401, 400 ExpiredToken, 400 TokenRefreshRequired, 400 InvalidToken, 403 InvalidAccessKeyId,"
+        " 403 InvalidSecurity, 403 SignatureDoesNotMatch, 403 RequestTimeTooSkewed,"
+        " 401 AuthenticationRequired, 403 AuthenticationFailed, 400 InvalidAuthenticationInfo,"
+        " 401 NoAuthenticationInformation, 403 KeyBasedAuthenticationNotPermitted"
+    ),
+    PermissionDeniedError: (
+        "403, 403 AccessDenied, 403 AllAccessDisabled, 403 AccountProblem, 409 ContainerDisabled,"
+        " 409 PublicAccessNotPermitted, 412 LeaseIdMissing, 412 LeaseIdMismatchWithBlobOperation,"
+        " 409 BlobImmutableDueToPolicy"
+    ),
+    ConfigError: (
+        "301, 307, 301 PermanentRedirect, 400 AuthorizationHeaderMalformed,"
+        " 400 IllegalLocationConstraintException, 400 UserProjectMissing,"
+        " 400 UserProjectInconsistent, 400 UserProjectInvalid, 400 AccountRequiresHttps"
+    ),
+    CorruptDataError: "416, 416 InvalidRange",
+    PreconditionFailedError: (
+        "409, 412, 412 PreconditionFailed, 409 ConditionalRequestConflict, 409 BlobAlreadyExists,"
+        " 412 ConditionNotMet"
+    ),
+    StoreUnavailableError: (
+        "408, 429, 500, 502, 503, 504, 409 OperationAborted, 400 RequestTimeout, 503 SlowDown,"
+        " 500 InternalError, 503 ServiceUnavailable, 409 InvalidBucketState, 503 ServerBusy,"
+        " 500 OperationTimedOut, 409 PendingCopyOperation"
+    ),
+    UnsupportedError: "405, 501, 501 NotImplemented",
+    StoreFullError: (
+        "507, 403 QuotaExceeded, 507 XMinioStorageFull, 400 XMinioAdminBucketQuotaExceeded"
+    ),
+    InputError: (
+        "400, 400 EntityTooLarge, 400 KeyTooLongError, 400 KeyTooLong, 409 BlockCountExceedsLimit,"
+        " 413 RequestBodyTooLarge"
+    ),
+    DcpObjstoreError: "418, 499",
+}
+
+
+def test_each_documented_status_and_code_is_one_error():
+    for expected, answers in DOCUMENTED.items():
+        for answer in answers.split(", "):
+            status, _, code = answer.partition(" ")
+            assert kind_of_answer(int(status), code or None) is expected, answer
+
+
+def test_each_error_of_the_system_and_of_python_is_one_error():
+    for expected, numbers in {
+        ObjectNotFoundError: (errno.ENOENT, errno.ENOTDIR),
+        PreconditionFailedError: (errno.EEXIST,),
+        PermissionDeniedError: (errno.EACCES, errno.EPERM, errno.EROFS),
+        InputError: (errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG, errno.EFBIG),
+        UnsupportedError: (errno.ENOSYS, errno.EOPNOTSUPP),
+        StoreFullError: (errno.ENOSPC, errno.EDQUOT),
+        StoreUnavailableError: (errno.EIO, errno.ESTALE, errno.ETIMEDOUT),
+    }.items():
+        for number in numbers:
+            error = of_os(OSError(number, os.strerror(number), "/a/secret/place"))
+            assert type(error) is expected, errno.errorcode[number]
+            assert os.strerror(number) in str(error)
+            assert "secret" not in str(error)
+    for kind, expected_kind in {
+        ImportError: ConfigError,
+        NotImplementedError: UnsupportedError,
+        EOFError: StoreUnavailableError,
+        ValueError: InputError,
+        TypeError: InputError,
+        BufferError: InputError,
+        ArithmeticError: DcpObjstoreError,
+    }.items():
+        assert kind_of_builtin(kind("x")) is expected_kind
+
+
 def test_each_answer_is_one_error(over):
-    """Here every code; `tests/contract` has every verb."""
+    """Here the paths of an answer to its error; `tests/contract` has every verb."""
     for status, code, expected in ANSWERS:
         body = f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode() if code else b""
         over.answer = lambda *_, answer=(status, {}, body): answer
         store = over.store()
-        for name in ("get", "put", "put_stream"):
+        for name in ("get", "head", "put_stream"):
             limiter_of(store).window = Window()  # what the last one met slows none down
             with pytest.raises(DcpObjstoreError) as caught:
                 VERBS[name](store)
@@ -104,7 +191,9 @@ def test_each_answer_is_one_error(over):
             ), (name, status, code)
             check(caught.value, store, name)
             if expected is not CredentialsError and not is_lost:
-                assert (caught.value.status, caught.value.code) == (status, code or None)
+                # The answer to a HEAD has no code. It is asked again where a code may tell more.
+                told = name != "head" or status in (400, 403, 404, 409)
+                assert (caught.value.status, caught.value.code) == (status, (told and code) or None)
 
 
 @pytest.mark.parametrize("code", ["PermanentRedirect", "AuthorizationHeaderMalformed"])
@@ -121,22 +210,18 @@ def test_a_bucket_in_another_region(over, code):
 
 
 @pytest.mark.parametrize("transport", ["native", "boto3", "fsspec"])
-@pytest.mark.parametrize(
-    ("status", "code", "said", "option"),
-    [
+def test_an_answer_that_asks_for_an_option_is_an_error_that_names_it(scripted, transport):
+    store = scripted.store(transport=transport)
+    for status, code, said, option in (
         (400, "InvalidRequest", "required with Object Lock parameters", "ChecksumAlgorithm"),
         (400, "XAmzContentSHA256Mismatch", "no match", "sign_payload"),
         (400, "InvalidDigest", "UNSIGNED-PAYLOAD PUT is not allowed", "sign_payload"),
         (403, "SecondLevelDomainForbidden", "use virtual hosted style", "addressing_style"),
-    ],
-)
-def test_an_answer_that_asks_for_an_option_is_an_error_that_names_it(
-    scripted, transport, status, code, said, option
-):
-    body = f"<Error><Code>{code}</Code><Message>{said}</Message></Error>".encode()
-    scripted.answer = lambda *_: (status, {}, body)
-    with pytest.raises(ConfigError, match=option):
-        scripted.store(transport=transport).put("k", b"x")
+    ):
+        body = f"<Error><Code>{code}</Code><Message>{said}</Message></Error>".encode()
+        scripted.answer = lambda *_, answer=(status, {}, body): answer
+        with pytest.raises(ConfigError, match=option):
+            store.put("k", b"x")
 
 
 def test_get_does_not_read_a_body_that_is_too_large(over):
@@ -245,6 +330,45 @@ def test_200_with_an_error_body_is_no_success_of_a_put(scripted):
             "k", iter([part, part[:9]]), part_size_bytes=part.nbytes, max_concurrency=2
         )
     assert [verb for verb, target, _ in scripted.requests if "uploadId=" in target][-1] == "DELETE"
+
+
+@pytest.mark.parametrize("transport", ["native", "boto3", "fsspec"])
+def test_200_with_an_error_body_is_no_success_of_a_copied_part(scripted, transport):
+    """S3 begins to answer UploadPartCopy with 200 before it knows how it will end."""
+    copied = b"<CopyPartResult><ETag>&quot;p&quot;</ETag></CopyPartResult>"
+    parts: Iterator[bytes] = iter(())
+    seen = {"ETag": '"e"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT", "Content-Length": "9"}
+
+    def answer(method: str, target: str, _nth: int) -> tuple[int, dict[str, str], bytes]:
+        if "uploads" in target:
+            return _STARTED
+        if method == "PUT":
+            return 200, {}, next(parts)
+        if method == "HEAD":
+            return 200, seen, b""
+        done = b"<CompleteMultipartUploadResult><ETag>done</ETag></CompleteMultipartUploadResult>"
+        return (204, {}, b"") if method == "DELETE" else (200, {}, done)
+
+    scripted.answer = answer
+    store = scripted.store(TransferConfig(max_retries=1), transport=transport)
+    source = CopySource("s3://bucket/run/from", 0, 9, Version('"e"'))
+    moved: list[int] = []
+
+    def copy(*bodies: bytes) -> Version:
+        nonlocal parts
+        parts = iter(bodies)
+        del scripted.requests[:], moved[:]
+        return store.copy("k", [source], part_size_bytes=9, max_concurrency=1, moved=moved.append)
+
+    assert copy(ERROR_BODY, copied) == Version('"done"')
+    assert moved == [9]
+    for bodies in ((ERROR_BODY, ERROR_BODY), (b"<CopyPartResult/>",), (b"",)):
+        with pytest.raises(StoreUnavailableError):
+            copy(*bodies)
+        assert next(parts, None) is None
+        methods = [method for method, *_ in scripted.requests]
+        assert methods == ["POST", *["PUT"] * len(bodies), "DELETE"]
+        assert moved == []
 
 
 def test_200_with_an_error_body_is_never_what_was_asked_for(scripted):

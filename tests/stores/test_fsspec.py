@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -15,6 +16,7 @@ from aiohttp.http_exceptions import TransferEncodingError
 from fsspec import AbstractFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from dcp_objstore.config import TransferConfig
@@ -30,12 +32,18 @@ from dcp_objstore.stores.fsspec.filesystems import read_fsspec
 from tests.contract import (
     PART,
     SMALL_CROWD,
-    BucketContract,
     ExpectedError,
     StoreContract,
     put_broken,
 )
-from tests.contract.buckets import S3_LACKS
+from tests.contract.buckets import S3_LACKS, InBucket
+from tests.contract.copies import CopiesContract
+from tests.contract.failures import FailuresContract
+from tests.contract.listing import ListingContract
+from tests.contract.objects import ObjectsContract
+from tests.contract.preconditions import PreconditionsContract
+from tests.contract.reading import ReadingContract
+from tests.contract.streams import StreamsContract
 from tests.support.servers import BUCKET, FakeGcsServer
 from tests.support.side_doors import FolderDoor, SideDoor
 
@@ -48,6 +56,7 @@ ONCE = TransferConfig(
 class TestLocal(StoreContract):
     endpoint = "fsspec `file://`"
     lacks = frozenset({"multipart", "conditional_update", "copies"})
+    crowd_keys = SMALL_CROWD
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> ObjectStore:
@@ -73,6 +82,7 @@ class TestUnknown(StoreContract):
             "copies",
         }
     )
+    crowd_keys = SMALL_CROWD
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> ObjectStore:
@@ -160,6 +170,59 @@ def test_on_an_object_store_a_small_object_is_one_put_and_a_large_one_goes_in_pa
     assert list(of_an_object_store.uploaded.values()) == [[bytes(PART), b"rest"]]
 
 
+class Changing(MemoryFileSystem):
+    """Says that an object is in the next of some states, each time that it is asked."""
+
+    protocol = "changing"
+    states: Iterator[str]
+
+    def info(self, path: str, **_: object) -> dict[str, object]:
+        self.state = next(self.states)
+        return {"name": path, "size": len(self.state), "type": "file", "ETag": self.state}
+
+    def cat_file(self, path: str, *_: object, **__: object) -> bytes:
+        return self.state.encode()
+
+
+def test_body_and_metadata_of_an_object_are_of_one_state():
+    fs = Changing(skip_instance_cache=True)
+    store = open_store("changing://x", {"fs": fs})
+    fs.states = iter(["a", "bb", "cc", "cc"])
+    body, meta = store.get("k", max_size_bytes=9)
+    assert (body, meta.size_bytes) == (b"cc", 2)
+    assert "cc" in str(meta.version.e_tag)
+    fs.states = iter("abcdef")
+    with pytest.raises(StoreUnavailableError, match="each of 5 reads"):
+        store.get("k", max_size_bytes=9)
+    assert not list(fs.states)
+
+
+MIDNIGHT = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def test_the_time_of_a_write_is_known_in_whatever_form_a_filesystem_gives_it(
+    of_an_object_store, monkeypatch
+):
+    store = open_store("of-an-object-store://times/run", {"fs": of_an_object_store})
+    for time in (
+        {"LastModified": MIDNIGHT},
+        {"mtime": MIDNIGHT.timestamp()},
+        {"created": int(MIDNIGHT.timestamp())},
+        {"updated": "2026-01-01T00:00:00Z"},
+        {"last_modified": "2026-01-01T01:00:00+01:00"},
+        {"modified": datetime(2026, 1, 1)},
+        {"LastModified": None, "mtime": MIDNIGHT},
+    ):
+        info = {"name": "times/run/k", "size": 1, "type": "file", **time}
+        monkeypatch.setattr(of_an_object_store, "info", lambda _, info=info: info)
+        assert store.head("k").last_modified == MIDNIGHT
+    for unknown in ({}, {"mtime": True}, {"mtime": []}):
+        monkeypatch.setattr(
+            of_an_object_store, "info", lambda _, more=unknown: {"type": "file", **more}
+        )
+        assert store.head("k").last_modified > MIDNIGHT
+
+
 class Renaming(LocalFileSystem):
     """Renames as WebHDFS does, which says nothing where it does not replace."""
 
@@ -192,7 +255,7 @@ def test_a_prefix_of_other_keys_is_not_taken_for_an_object_that_was_put(tmp_path
 
 
 @pytest.mark.backends("seaweed", "moto", "ceph")
-class TestS3fs(BucketContract):
+class OverS3fs(InBucket):
     endpoint = {"seaweed": "SeaweedFS (s3fs)", "ceph": "Ceph RGW (s3fs)"}  # noqa: RUF012
     lacks = S3_LACKS
     dialect = "s3"
@@ -212,6 +275,22 @@ class TestS3fs(BucketContract):
         return open_store("s3://bucket/run", options, ONCE)
 
 
+class TestS3fs(
+    OverS3fs,
+    ObjectsContract,
+    ReadingContract,
+    PreconditionsContract,
+    StreamsContract,
+    FailuresContract,
+):
+    """What s3fs carries in its own way: bodies, time-outs and errors."""
+
+
+@pytest.mark.campaign
+class TestS3fsAsBoto3(OverS3fs, ListingContract, CopiesContract):
+    """Pages and copies are `S3Store`'s, whatever carries their requests."""
+
+
 class TestGcsfs(StoreContract):
     endpoint = "fake-gcs-server (gcsfs)"
     lacks = frozenset({"multipart", "conditional_update", "copies"})
@@ -220,10 +299,10 @@ class TestGcsfs(StoreContract):
     crowd_keys = SMALL_CROWD  # its pages are its own matter
 
     @pytest.fixture(autouse=True)
-    def short_pauses_of_gcsfs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It pauses for half a minute in all, which no option changes."""
+    def no_retries_of_gcsfs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It sends a request six times within half a minute, which no option changes."""
         retry = pytest.importorskip("gcsfs.retry")
-        monkeypatch.setattr(retry, "asyncio", SimpleNamespace(sleep=lambda _: asyncio.sleep(0)))
+        monkeypatch.setattr(retry, "is_retriable", lambda _: False)
 
     @pytest.fixture
     def store(self, fake_gcs: FakeGcsServer) -> ObjectStore:

@@ -11,6 +11,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -25,11 +26,13 @@ from dcp_objstore.checkpoint.names import (
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import (
     InputError,
+    ObjectNotFoundError,
     PreconditionFailedError,
     StoreFullError,
     StoreUnavailableError,
 )
 from dcp_objstore.stores import IfAbsent, IfVersion, ObjectStore, StoreSpec, local, open_store
+from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.stores.spec import open_uploads
 from tests.contract import keys, read
 
@@ -99,6 +102,15 @@ def test_links_that_lead_nowhere_or_up_are_no_objects(store, root, target):
     ]
 
 
+def test_what_is_neither_a_file_nor_a_folder_is_no_object(store, root):
+    store.put("k", b"1")
+    os.mkfifo(root / "pipe")
+    assert keys(store) == ["k"]
+    for look in (store.head, partial(read, store), lambda key: read_range(store, key, 0, 1)):
+        with pytest.raises(ObjectNotFoundError):
+            look("pipe")
+
+
 @pytest.mark.parametrize("transport", ["native", "fsspec"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_says_so_and_to_try_again_does_not_help(root, monkeypatch, number, transport):
@@ -123,18 +135,22 @@ def test_a_full_disk_says_so_and_to_try_again_does_not_help(root, monkeypatch, n
 def test_bytes_are_synced_before_the_name_and_the_name_after(
     store, root, monkeypatch, precondition
 ):
-    events: list[str] = []
+    events: list[object] = []
     real_fsync, real_link, real_replace = os.fsync, os.link, Path.replace
 
-    def kind(fd: int) -> str:
-        return "sync folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "sync object"
+    def what(fd: int) -> object:
+        status = os.fstat(fd)
+        return status.st_ino if stat.S_ISDIR(status.st_mode) else "object"
 
-    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(kind(fd)), real_fsync(fd))[1])
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(what(fd)), real_fsync(fd))[1])
     monkeypatch.setattr(os, "link", lambda *a: (events.append("name"), real_link(*a))[1])
     monkeypatch.setattr(Path, "replace", lambda *a: (events.append("name"), real_replace(*a))[1])
-    root.mkdir()
-    store.put("k", b"x", precondition=precondition)
-    assert events == ["sync object", "name", "sync folder"]
+    store.put("a/k", b"x", precondition=precondition)
+    above, new, folder = (place.stat().st_ino for place in (root.parent, root, root / "a"))
+    # The folders that were made could vanish, too.
+    assert events == [above, new, "object", "name", folder]
+    store.delete("a/k")
+    assert events[5:] == [folder]
 
 
 @pytest.mark.parametrize(

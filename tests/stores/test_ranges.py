@@ -22,7 +22,7 @@ from dcp_objstore.errors import (
     PreconditionFailedError,
     StoreUnavailableError,
 )
-from dcp_objstore.stores import ObjectStore, open_store
+from dcp_objstore.stores import ObjectStore, Version, open_store
 from dcp_objstore.stores.ranges import (
     FETCHED_READING,
     BrokenOffError,
@@ -33,7 +33,7 @@ from dcp_objstore.stores.ranges import (
     RetriedSource,
     read_range,
 )
-from dcp_objstore.stores.wrappers import PinnedStore
+from dcp_objstore.stores.wrappers import PinnedStore, is_same_state
 
 MIB = 1 << 20
 BODY = random.Random(4).randbytes(1000)
@@ -404,6 +404,25 @@ READS: dict[str, Callable[[ObjectStore], object]] = {
     "head": lambda store: store.head("k"),
     "list": lambda store: list(store.list()),
 }
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_same"),
+    [
+        (Version('"a"'), Version('"a"'), True),
+        (Version('"a"'), Version("a"), True),
+        (Version('W/"a"'), Version('"a"'), True),
+        (Version("W/a"), Version('W/"a"'), True),
+        (Version('"a"', "1"), Version('"a"', "2"), True),
+        (Version('"a"', "1"), Version('"b"', "1"), False),
+        (Version('"a"', "1"), Version(None, "1"), True),
+        (Version(None, "1"), Version('"a"', "2"), False),
+        (Version(), Version(), True),
+    ],
+)
+def test_states_are_the_same_by_their_etags_or_else_by_their_versions(first, second, is_same):
+    assert is_same_state(first, second) is is_same
+    assert is_same_state(second, first) is is_same
 
 
 def test_whatever_told_the_state_of_an_object_first_no_verb_takes_another():

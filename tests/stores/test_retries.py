@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import secrets
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,13 @@ from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import CorruptDataError, PermissionDeniedError, StoreUnavailableError
 from dcp_objstore.stores.admission.limiter import RETRY_BUDGET, Limiter
 from dcp_objstore.stores.errors import Facts, Failure
-from dcp_objstore.stores.retries import FIRST_PATIENCE_SECONDS, Requests, RetryPolicy, Tries
+from dcp_objstore.stores.retries import (
+    FIRST_PATIENCE_SECONDS,
+    SMALL_BYTES,
+    Requests,
+    RetryPolicy,
+    Tries,
+)
 from dcp_objstore.stores.urls import StoreUrl
 
 
@@ -191,8 +199,8 @@ def test_a_throttled_request_slows_the_process_down_and_the_error_says_so(clock)
     assert limiter.window.is_throttled
 
 
-def requests_to(server: Server, stall_timeout_seconds: float = 90) -> Requests:
-    config = TransferConfig(stall_timeout_seconds=stall_timeout_seconds)
+def requests_to(server: Server, **settings: Any) -> Requests:
+    config = TransferConfig(**settings)
     return Requests(config, server.judge, None, StoreUrl("s3", secrets.token_hex(4), ""))
 
 
@@ -236,10 +244,25 @@ def test_only_a_sign_of_life_gets_all_the_patience(clock, facts, answered, monke
     assert took > 25 if answered else took <= FIRST_PATIENCE_SECONDS + 0.1
 
 
-def test_small_requests_have_a_third_of_the_stall_time_out(clock):
-    server = Server()
-    requests = requests_to(server, stall_timeout_seconds=9)
-    small = seconds_of(lambda: requests.run(requests.tries("get", "k"), server.ask), clock)
-    assert small == pytest.approx(3)
-    large = seconds_of(lambda: requests.run(requests.tries("open_range", "k"), server.ask), clock)
-    assert large > 25
+@pytest.mark.parametrize(
+    ("verb", "size_bytes", "settings", "seconds"),
+    [
+        ("get", 0, {}, 3),
+        ("put", SMALL_BYTES, {}, 3),
+        ("put", SMALL_BYTES + 1, {}, 60),
+        ("open_range", 0, {}, 60),
+        ("get", 0, {"retry_timeout_seconds": 2}, 2),
+        ("put", SMALL_BYTES + 1, {"retry_timeout_seconds": 2}, 2),
+    ],
+)
+def test_small_requests_have_a_third_of_the_stall_time_out(
+    clock, monkeypatch, verb, size_bytes, settings, seconds
+):
+    monkeypatch.setattr(Limiter, "spend_retry", lambda _: True)
+    given = {"stall_timeout_seconds": 9, "retry_timeout_seconds": 60, "max_retries": 1000}
+    for server in (Server(), refused()):  # the second one is given up sooner, if that is sooner
+        requests = requests_to(server, **{**given, **settings})
+        tries = requests.tries(verb, "k", size_bytes)
+        took = seconds_of(partial(requests.run, tries, server.ask), clock)
+        reached = seconds if server.facts["status"] else min(seconds, FIRST_PATIENCE_SECONDS)
+        assert took == pytest.approx(reached)

@@ -43,9 +43,6 @@ VERBS = {**READS, **WRITES}
 # What a server of S3 answers to any verb, by status and code, and what becomes of it.
 ANSWERS: list[tuple[int, str, type[DcpObjstoreError]]] = [
     (400, "ExpiredToken", CredentialsError),
-    (400, "InvalidToken", CredentialsError),
-    (403, "InvalidAccessKeyId", CredentialsError),
-    (403, "SignatureDoesNotMatch", CredentialsError),
     (403, "RequestTimeTooSkewed", CredentialsError),
     (401, "", CredentialsError),
     (403, "AccessDenied", PermissionDeniedError),
@@ -54,7 +51,6 @@ ANSWERS: list[tuple[int, str, type[DcpObjstoreError]]] = [
     (400, "InvalidArgument", InputError),
     (400, "RequestTimeout", StoreUnavailableError),
     (412, "PreconditionFailed", PreconditionFailedError),
-    (409, "ConditionalRequestConflict", PreconditionFailedError),
     (409, "OperationAborted", StoreUnavailableError),
     (416, "InvalidRange", CorruptDataError),
     (429, "SlowDown", StoreUnavailableError),
@@ -62,7 +58,6 @@ ANSWERS: list[tuple[int, str, type[DcpObjstoreError]]] = [
     (501, "NotImplemented", UnsupportedError),
     (502, "", StoreUnavailableError),
     (503, "SlowDown", StoreUnavailableError),
-    (504, "", StoreUnavailableError),
     (418, "", DcpObjstoreError),
 ]
 

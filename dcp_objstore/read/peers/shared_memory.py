@@ -91,7 +91,7 @@ def attach(address: SharedMemoryAddress) -> memoryview | None:
         if _BOOT_ID.read_text().strip() != address.boot_id:
             return None
         place = f"/proc/{address.process_id}/fd/{address.descriptor}"
-        descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(place, os.O_RDONLY)
         try:
             status = os.fstat(descriptor)
             if (status.st_dev, status.st_ino) != (address.device, address.inode):

@@ -168,8 +168,9 @@ class MultipartUpload:
         if isinstance(part, CopiedPart):
             arguments = {**named, **part.arguments}
             answer = self.send_request("upload_part_copy", arguments, check=self._check)
+            e_tag = answer["CopyPartResult"]["ETag"]
             part.done()
-            return {"ETag": answer["CopyPartResult"]["ETag"]}
+            return {"ETag": e_tag}
         checksum = self.checksums.of(part)
         arguments = {**named, **checksum}
         answer = self.send_request("upload_part", arguments, body=part, check=self._check)
