@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import safetensors.torch
 import torch
 
 import dcp_objstore as dos
@@ -22,6 +23,7 @@ from dcp_objstore.cli.options import size_bytes
 from dcp_objstore.run.upkeep import delete
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.local import LocalStore
+from tests.support.checkpoints import saved_by
 from tests.support.command_line import on_terminal, run, run_here
 
 
@@ -320,3 +322,27 @@ def test_import_prints_its_result_once_on_a_terminal_and_in_a_pipe(tmp_path):
         ("b", run_here("import", f"{tmp_path}/w.pt", f"file://{tmp_path}/b").stdout),
     ):
         assert printed.count(f"saved file://{tmp_path}/{name}") == 1
+
+
+def test_each_command_says_what_it_makes_of_weights(tmp_path):
+    tensors = {"a.w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)}
+    url, new = saved_by("safetensors", tmp_path / "hub", tensors), f"{tmp_path.as_uri()}/new"
+    before = (tmp_path / "hub" / "model.safetensors").read_bytes()
+    shown = run_here("inspect", url)
+    assert (shown.returncode, shown.stdout.count("unverified")) == (0, 1)
+    assert json.loads(run_here("inspect", url, "--json").stdout)["unverified"] is True
+    for place in (url, f"{url}/model.safetensors"):
+        for command in (("verify", place), ("cp", place, new)):
+            refused = run_here(*command)
+            assert (refused.returncode, "without digests" in refused.stderr) == (2, True)
+    for command in (("ls", url), ("rm", url), ("pin", url, "paper"), ("unpin", url, "paper")):
+        refused = run_here(*command)
+        assert refused.returncode == 2
+        assert "a folder of safetensors" in refused.stderr
+        assert "dcp-objstore import" in refused.stderr
+    assert run_here("import", url, new).returncode == 0
+    assert run_here("diff", url, new).returncode == 0
+    assert run_here("export", url, str(tmp_path / "out.safetensors")).returncode == 0
+    found = safetensors.torch.load_file(tmp_path / "out.safetensors")
+    assert all(torch.equal(found[key], value) for key, value in tensors.items())
+    assert [path.read_bytes() for path in (tmp_path / "hub").iterdir()] == [before]

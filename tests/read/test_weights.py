@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dcp_objstore as dos
 from benchmarks.sink import Sink, fetch_stats
-from dcp_objstore.checkpoint import read as checkpoint_read
 from dcp_objstore.errors import (
-    CheckpointCorruptError,
     CheckpointNotFoundError,
-    DcpObjstoreError,
-    InputError,
     PermissionDeniedError,
     StateMismatchError,
-    UnsupportedError,
 )
-from dcp_objstore.read import session, stored_checkpoint
+from dcp_objstore.read import session
 from dcp_objstore.stores import open_store
-from tests.support.checkpoints import saved_by
-from tests.support.command_line import run_here
+from tests.support.checkpoints import memory_url, put_weights, saved_by
 from tests.support.ranks import run_ranks
 from tests.support.states import same_bits, seeded
 from tests.support.wrapped_stores import WatchedStore
@@ -77,23 +70,6 @@ def upload(folder: Path, url: str, options: Options = {}) -> None:  # noqa: B006
     store = open_store(url, options)
     for path in folder.iterdir():
         store.put(path.name, path.read_bytes())
-
-
-@pytest.fixture
-def memory() -> str:
-    return f"memory://{secrets.token_hex(6)}/llama"
-
-
-def put(url: str, **files: Mapping[str, torch.Tensor] | bytes) -> None:
-    """Put files of safetensors, or bytes; `_` in a name stands for a dot before its ending."""
-    for name, content in files.items():
-        body = content if isinstance(content, bytes) else safetensors.torch.save(dict(content))
-        open_store(url).put(f"{name}.safetensors", body)
-
-
-def file_of(header: dict[str, Any] | bytes, data: bytes = b"") -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + data
 
 
 # --- what is loaded -------------------------------------------------------------------------------
@@ -235,86 +211,14 @@ def test_without_the_right_to_list_a_file_is_read_and_a_folder_is_absent(through
     dos.read_state_dict(f"{tmp_path.as_uri()}/model-00001-of-00002.safetensors", progress=False)
 
 
-def test_a_long_header_takes_a_second_range(requests, memory):
+def test_a_long_header_takes_a_second_range(requests):
+    memory = memory_url()
     tensors = {f"{'layer' * 20}.{n}": torch.tensor(n) for n in range(3000)}
-    put(memory, model=tensors)
+    put_weights(memory, model=tensors)
     assert int(dos.open(memory)[f"{'layer' * 20}.2999"].read()) == 2999
     ranges = [one for one in requests if one.verb == "open_range"]
     assert [one.start for one in ranges[:2]] == [0, 256 * 1024]
     assert len(ranges) == 3
-
-
-# --- which files ----------------------------------------------------------------------------------
-
-
-def test_of_several_files_those_count_that_transformers_would_read(memory):
-    one, two, three = ({"w": torch.tensor(n)} for n in range(3))
-    put(f"{memory}/original", model=three)  # a folder inside is another model
-    with pytest.raises(CheckpointNotFoundError):
-        dos.open(memory)
-    put(memory, adapter_model=one)
-    assert int(dos.open(memory)["w"].read()) == 0
-    put(memory, consolidated=two)
-    with pytest.raises(InputError, match=r"adapter_model.*, consolidated"):
-        dos.open(memory)
-    index = {"weight_map": {"w": "consolidated.safetensors"}}
-    store = open_store(memory)
-    store.put("model.safetensors.index.json", json.dumps(index).encode())
-    store.put("other.safetensors.index.json", b"{")
-    assert int(dos.open(memory)["w"].read()) == 1
-    put(memory, model=three)
-    assert int(dos.open(memory)["w"].read()) == 2
-
-
-def test_files_that_a_listing_was_cut_before_are_asked_for_by_name(memory, monkeypatch):
-    """Subfolders come between the names of a folder; what is listed first does not decide."""
-    for module in (checkpoint_read, stored_checkpoint):
-        monkeypatch.setattr(module, "LOOK_AROUND_LIMIT", 3)
-    one, two, three = ({"w": torch.tensor(n)} for n in range(3))
-    put(memory, best=one)
-    put(f"{memory}/keep", **{f"{n:03}": three for n in range(29)})
-    with pytest.raises(InputError, match=r"too many objects to list.* best\.safetensors"):
-        dos.open(memory)
-    put(memory, **{"model-00001-of-00001": two})
-    index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
-    open_store(memory).put("model.safetensors.index.json", json.dumps(index).encode())
-    assert int(dos.open(memory)["w"].read()) == 1
-    put(memory, model=three)
-    assert int(dos.open(memory)["w"].read()) == 2
-    open_store(memory).delete("best.safetensors")
-    assert int(dos.open(memory)["w"].read()) == 2
-
-
-@pytest.mark.parametrize("place", ["shards/part.safetensors", "./part.safetensors"])
-def test_an_index_may_name_files_as_os_path_join_takes_them(memory, place):
-    place_in = memory if place.startswith(".") else f"{memory}/shards"
-    put(place_in, part={"w": torch.ones(2)}, other={"w": torch.zeros(2)})
-    open_store(memory).put(INDEX, index_of(w=place))
-    assert dos.read_state_dict(memory, progress=False)["w"].tolist() == [1.0, 1.0]
-
-
-def test_one_of_several_shards_is_no_model(memory):
-    """An upload that has only begun."""
-    put(memory, **{"model-00001-of-00002": {"w": torch.ones(1)}})
-    with pytest.raises(InputError, match="index"):
-        dos.open(memory)
-    assert list(dos.open(f"{memory}/model-00001-of-00002.safetensors")) == ["w"]
-
-
-def test_a_save_that_was_never_committed_is_not_hidden_by_weights(tmp_path):
-    dos.save({"w": torch.ones(1)}, tmp_path.as_uri(), progress=False)
-    safetensors.torch.save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
-    assert dos.read_state_dict(tmp_path.as_uri(), progress=False)["w"].item() == 1
-    (tmp_path / "_COMMIT").unlink()
-    (tmp_path / ".metadata").unlink()
-    with pytest.raises(CheckpointNotFoundError, match="never committed"):
-        dos.open(tmp_path.as_uri())
-
-
-def test_a_checkpoint_may_have_a_name_like_a_file(tmp_path):
-    url = (tmp_path / "step.safetensors").as_uri()
-    dos.save({"w": torch.ones(1)}, url, progress=False)
-    assert dos.read_state_dict(url, progress=False)["w"].item() == 1
 
 
 # --- names, dtypes, ties --------------------------------------------------------------------------
@@ -394,8 +298,9 @@ def untied() -> dict[str, torch.Tensor]:
     }
 
 
-def test_tied_weights_that_the_file_leaves_out_are_what_the_model_ties(memory):
-    put(memory, model=untied())
+def test_tied_weights_that_the_file_leaves_out_are_what_the_model_ties():
+    memory = memory_url()
+    put_weights(memory, model=untied())
     model = Tied()
     report = dos.load({"model": model}, memory, rename=MODEL, progress=False)
     assert same_bits(model.head.weight, untied()["embed.weight"])
@@ -409,9 +314,10 @@ def test_tied_weights_that_the_file_leaves_out_are_what_the_model_ties(memory):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_weight_that_is_not_tied_is_missing(memory, strict):
+def test_a_weight_that_is_not_tied_is_missing(strict):
     """Nor is one that shares only a part, or lies in the same memory in another order."""
-    put(memory, model={"square": torch.ones(3, 3)})
+    memory = memory_url()
+    put_weights(memory, model={"square": torch.ones(3, 3)})
     square = torch.zeros(3, 3)
     others = {"other": torch.zeros(3, 3), "part": square[:2], "across": square.t()}
     for name, tensor in others.items():
@@ -437,114 +343,3 @@ def load_tied(rank: int, world_size: int, url: str) -> None:
 def test_tied_weights_under_fsdp2_are_filled_on_ranks_without_a_part_of_them(tmp_path):
     safetensors.torch.save_file(untied(), tmp_path / "model.safetensors")
     run_ranks(4, load_tied, tmp_path.as_uri())
-
-
-# --- bad input ------------------------------------------------------------------------------------
-
-F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-
-
-def index_of(**weight_map: str) -> bytes:
-    return json.dumps({"weight_map": weight_map}).encode()
-
-
-W, V = {"w": torch.ones(2)}, {"v": torch.ones(2)}
-INDEX, ONE, TWO = "model.safetensors.index.json", "1.safetensors", "2.safetensors"
-FILE = {ONE: safetensors.torch.save(W)}
-# The files, by what the error says of them.
-BAD: dict[str, dict[str, bytes]] = {
-    f"{ONE} is not a whole safetensors file": {INDEX: index_of(w=ONE), ONE: FILE[ONE][:-1]},
-    "git lfs pull": {
-        ONE: b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 1976163472\n"
-        % (b"0" * 64)
-    },
-    "header would end at byte 8 of 0": {ONE: b""},
-    "header would end": {ONE: (2**40).to_bytes(8, "little") + b"{}"},
-    f"names {TWO}, which is not in the folder": {INDEX: index_of(w=ONE, v=TWO), **FILE},
-    "no weight_map of this folder": {INDEX: index_of(w=f"../{ONE}"), **FILE},
-    "weight_map": {INDEX: index_of(w=".")},
-    "not in the folder": {INDEX: index_of(w=f"s3://bucket/{ONE}")},
-    "it has not": {INDEX: index_of(w=ONE, v=ONE), **FILE},
-    INDEX: {INDEX: b"[]", **FILE},
-    f"both {ONE} and {TWO} have this tensor": {
-        INDEX: index_of(w=ONE, v=TWO),
-        ONE: safetensors.torch.save({**W, "x": torch.ones(1)}),
-        TWO: safetensors.torch.save({**V, "x": torch.zeros(1)}),
-    },
-    "begins at byte": {ONE: file_of({"a": F32, "b": {**F32, "data_offsets": [4, 12]}}, bytes(12))},
-    "offsets 8 and 0": {
-        ONE: file_of({"a": F32, "w": {**F32, "dtype": "X", "data_offsets": [8, 0]}}, bytes(8))
-    },
-    "tensors end at byte": {ONE: file_of({"a": F32}, bytes(9))},
-    "F6_E3M2": {ONE: file_of({"w": {**F32, "dtype": "F6_E3M2"}}, bytes(8))},
-    "QUINT8": {ONE: file_of({"w": {**F32, "dtype": "quint8"}}, bytes(8))},
-}
-
-
-@pytest.mark.parametrize("text", BAD)
-def test_bad_input_gets_one_clear_error_and_leaves_nothing(tmp_path, text):
-    files, is_unknown = BAD[text], text in ("F6_E3M2", "QUINT8")
-    for name, body in files.items():
-        (tmp_path / name).write_bytes(body)
-    state = {"w": torch.zeros(2)}
-    loads: list[Callable[[], object]] = [
-        lambda: dos.load(state, tmp_path.as_uri(), progress=False),
-        lambda: dos.read_state_dict(tmp_path.as_uri(), progress=False),
-        lambda: dos.import_checkpoint(tmp_path, f"{tmp_path.as_uri()}/new", progress=False),
-    ]
-    for load in loads:
-        with pytest.raises(DcpObjstoreError) as caught:
-            load()
-        assert type(caught.value) is (UnsupportedError if is_unknown else CheckpointCorruptError)
-        assert text in str(caught.value) or (is_unknown and load is loads[2])
-        if text == "it has not":
-            assert (caught.value.key, caught.value.object_key) == ("v", "1.safetensors")
-    assert not state["w"].any()
-    assert {path.name for path in tmp_path.iterdir()} == files.keys()
-
-
-def test_the_metadata_of_a_header_may_be_null_or_have_the_names_of_a_tensors_fields(memory):
-    fields = {"dtype": "bf16", "shape": "large", "data_offsets": "none", "format": "pt"}
-    for metadata in (None, fields):
-        put(memory, model=file_of({"__metadata__": metadata, "w": F32}, bytes(8)))
-        assert dos.read_state_dict(memory, progress=False)["w"].tolist() == [0.0, 0.0]
-    put(memory, model=file_of({"v": F32, "w": None}, bytes(8)))
-    with pytest.raises(CheckpointCorruptError, match="'w' has no shape"):
-        dos.open(memory)
-
-
-def test_a_tensor_of_an_unknown_dtype_is_left_out(memory):
-    for dtype, shape in (("F6_E3M2", [4, 4]), ("F4", [16, 1]), ("F4", [])):
-        strange = {"dtype": dtype, "shape": shape, "data_offsets": [8, 16]}
-        put(memory, model=file_of({"w": F32, "x": strange}, bytes(16)))
-        assert dos.read_state_dict(memory, "w", progress=False)["w"].tolist() == [0.0, 0.0]
-        assert dos.open(memory)["x"].dtype_name == "unknown"
-
-
-# --- the commands ---------------------------------------------------------------------------------
-
-
-def test_each_command_says_what_it_makes_of_weights(tmp_path):
-    tensors = {"a.w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)}
-    write_shards(tmp_path / "hub", tensors)
-    before = sorted((tmp_path / "hub").iterdir())
-    url, new = (tmp_path / "hub").as_uri(), f"{tmp_path.as_uri()}/new"
-    shown = run_here("inspect", url)
-    assert (shown.returncode, shown.stdout.count("unverified")) == (0, 1)
-    assert json.loads(run_here("inspect", url, "--json").stdout)["unverified"] is True
-    file = f"{url}/model-00001-of-00002.safetensors"
-    for place in (url, file):
-        for command in (("verify", place), ("cp", place, new)):
-            refused = run_here(*command)
-            assert (refused.returncode, "without digests" in refused.stderr) == (2, True)
-    for command in (("ls", url), ("rm", url), ("pin", url, "paper"), ("unpin", url, "paper")):
-        refused = run_here(*command)
-        assert refused.returncode == 2
-        assert "a folder of safetensors" in refused.stderr
-        assert "dcp-objstore import" in refused.stderr
-    assert run_here("import", url, new).returncode == 0
-    assert run_here("diff", url, new).returncode == 0
-    assert run_here("export", url, str(tmp_path / "out.safetensors")).returncode == 0
-    found = safetensors.torch.load_file(tmp_path / "out.safetensors")
-    assert all(torch.equal(found[key], value) for key, value in tensors.items())
-    assert sorted((tmp_path / "hub").iterdir()) == before

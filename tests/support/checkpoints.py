@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 
 import dcp_objstore as dos
+from dcp_objstore.stores import open_store
 from tests.support.servers import Bucket
 from tests.support.states import SHAPES, own_part, same_bits, seeded, tensor_state
 
@@ -39,6 +40,13 @@ def saved_by(kind: str, folder: Path, state: Mapping[str, Any]) -> str:
         folder.mkdir(exist_ok=True)
         safetensors.torch.save_file(dict(state), folder / "model.safetensors")
     return folder.as_uri()
+
+
+def put_weights(url: str, **files: Mapping[str, torch.Tensor] | bytes) -> None:
+    """Put files of safetensors, or bytes; `_` in a name stands for a dot before its ending."""
+    for name, content in files.items():
+        body = content if isinstance(content, bytes) else safetensors.torch.save(dict(content))
+        open_store(url).put(f"{name}.safetensors", body)
 
 
 @contextmanager

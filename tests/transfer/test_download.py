@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -30,6 +31,7 @@ from dcp_objstore.stores.admission.window import Window
 from dcp_objstore.stores.protocol import ObjectStore, RangeBody, RangeReading
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.threads import spawn
+from dcp_objstore.transfer import download as module
 from dcp_objstore.transfer.download import _Gate, fetch_ranges
 from dcp_objstore.transfer.memory import new_memory
 from dcp_objstore.transfer.progress import Progress
@@ -490,6 +492,41 @@ def test_a_worker_reads_the_answer_that_has_begun_and_waits_for_no_other(monkeyp
     )
     assert read == [20, 10, 0]
     assert consumed == {start: bytes([start]) * 10 for start in (0, 10, 20)}
+
+
+@pytest.mark.parametrize(
+    ("needs_no_wait", "order", "first_wait_ms"), [(None, [0, 10, 20], 20), (10, [10, 20, 0], 0)]
+)
+def test_where_no_answer_begins_the_first_is_waited_for_alone_unless_one_needs_no_wait(
+    monkeypatch, needs_no_wait, order, first_wait_ms
+):
+    use_processors(monkeypatch, 1)
+    monkeypatch.setattr(module, "STEP_SECONDS", 0.02)
+    monkeypatch.setattr(module, "_ANY_ANSWER_SECONDS", 0.05)
+    read, waits_ms, silent = list[int](), list[float](), os.pipe()[0]
+
+    class Silent(Stub):
+        range_reading = RangeReading(ahead=True)
+
+        def open_range(self, key: str, start: int, end: int) -> Any:
+            awaited = None if start == needs_no_wait else silent
+            return Mock(awaited=lambda: awaited, readinto=lambda _: read.append(start))
+
+    class Noted:
+        def __init__(self) -> None:
+            self._inner = select.poll()
+            self.register = self._inner.register
+
+        def poll(self, wait_ms: float) -> list[tuple[int, int]]:
+            waits_ms.append(wait_ms)
+            return self._inner.poll(wait_ms)
+
+    monkeypatch.setattr(module, "select", SimpleNamespace(poll=Noted, POLLIN=select.POLLIN))
+    load(Silent(), requests_of(30, 10), config=TransferConfig(download_concurrency=3))
+    assert read == order
+    assert waits_ms[0] == first_wait_ms
+    assert set(waits_ms[1:]) == {20}, "in steps, and not in a circle"
+    assert len(waits_ms) < 12
 
 
 # --- damage
