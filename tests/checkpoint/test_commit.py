@@ -404,6 +404,32 @@ def test_a_put_that_was_refused_with_409_can_not_land_any_more(store):
         finish(store, token)
 
 
+@pytest.mark.parametrize(
+    ("then", "publishes"),
+    [
+        (lambda store: save(store, overwrite=True), False),
+        (lambda store: rewrite(store, state="deleted"), False),
+        (rewrite, True),  # a sweep changes write_id and ETag; only commit_ids may be compared
+    ],
+    ids=["replaced", "deleted", "swept"],
+)
+def test_what_lost_its_answer_is_a_success_whatever_came_then(store, then, publishes):
+    after: list[bytes] = []
+
+    def land_and_be_followed(put: Put) -> BaseException:
+        store.apply(put)
+        then(store)
+        after.append(store.body(MARKER_KEY))
+        return StoreUnavailableError("no answer")
+
+    store.on_put = in_turn(MARKER_KEY, land_and_be_followed)
+    done = save(store)
+    assert done.dot_metadata == (IfAbsent() if publishes else None)
+    assert store.body(MARKER_KEY) == after[-1]
+    marker = decode_marker(after[-1])
+    assert done.commit_id in (marker.commit_id, *marker.log)
+
+
 def test_a_refusal_is_unknown_as_long_as_the_marker_cannot_be_read(store):
     def refused(put: Put) -> BaseException:
         store.on_get = raises(CredentialsError("expired"))

@@ -249,6 +249,7 @@ def test_what_was_changed_is_told_with_the_marker_that_stands(
     [
         (4, remove_marker, CheckpointCorruptError, "the marker was removed"),
         (1, tear_deletion, RetryableError, "being deleted"),
+        (4, tear_deletion, RetryableError, "being deleted"),
     ],
 )
 def test_what_is_deleted_or_disappears_meanwhile_is_an_error(store, look, change, kind, why):

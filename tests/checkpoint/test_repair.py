@@ -10,7 +10,7 @@ from dcp_objstore.checkpoint import probe
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY
 from dcp_objstore.checkpoint.read import open_committed, read_marker
 from dcp_objstore.checkpoint.repair import RepairReport, repair
-from dcp_objstore.errors import CheckpointCorruptError, CheckpointNotFoundError, RetryableError
+from dcp_objstore.errors import CheckpointCorruptError, CheckpointNotFoundError
 from dcp_objstore.stores import ObjectStore
 from dcp_objstore.stores.protocol import Capabilities
 from tests.support.memory_store import TickingClock
@@ -71,22 +71,6 @@ def test_nothing_is_touched_where_all_is_well(store):
     report = go(store)
     assert (report.dot_metadata, report.finished_delete) == (None, False)
     assert store.objects == before
-
-
-def test_a_deletion_that_begins_as_dot_metadata_is_repaired_is_left_to_finish(store):
-    """The last look at the marker finds the same commit, which is being deleted."""
-    save(store, publish=False)
-    looks: list[str] = []
-
-    def look(key: str) -> None:
-        if key == MARKER_KEY and DOT_METADATA_KEY in store.objects:
-            looks.append(key)
-            if len(looks) == 2:
-                tear_deletion(store)
-
-    store.on_get = look
-    with pytest.raises(RetryableError, match="being deleted"):
-        go(store)
 
 
 def test_without_a_marker_there_is_nothing_to_repair(store):
