@@ -232,7 +232,7 @@ def _take(
         return again.version
 
     claimed = put(known.version if known else None, before.base, before.going_back)
-    base = _settle(open_step, before, number, tries)
+    base = _base_for_good(open_step, before, number, tries)
     # If it names the same step again, the fence must not pass for its commit.
     least = number + 1 if saves and before.going_back else number
     while True:
@@ -262,7 +262,7 @@ def _take(
         )
 
 
-def _settle(open_step: OpenBelow, claim: ClaimRecord, number: int, tries: Tries) -> int:
+def _base_for_good(open_step: OpenBelow, claim: ClaimRecord, number: int, tries: Tries) -> int:
     """Return the base of the run; afterwards no commit of a job that is going back changes it.
 
     Either that commit has taken effect, or the step is fenced with the number of the new claim.

@@ -7,7 +7,6 @@ run their ranks.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import math
 import os
@@ -20,6 +19,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ from dcp_objstore.cli.exits import fail
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.cli.terminal import coloured, say
 from dcp_objstore.config import processors
+from dcp_objstore.distributed.failures import capture
+from dcp_objstore.doctor.access import versions
 from dcp_objstore.doctor.runner import CONFIG
 from dcp_objstore.doctor.scratch import Scratch
 from dcp_objstore.errors import CheckpointNotFoundError, DcpObjstoreError, InputError
@@ -332,9 +334,9 @@ class Demo:
         self.phases[-1][1].append(statement)
         tell(statement, "  ok ", "green")
 
-    def _steps(self) -> dict[int, Any]:
+    def _steps(self) -> dict[int, dos.reports.ListedCheckpoint]:
         steps = dos.steps(self.spec.url, storage_options=self.spec.storage_options)
-        return {int(step.name.removeprefix("step-")): step for step in steps}
+        return {step.step: step for step in steps if step.step is not None}
 
     def prove_committed(self, step: int, ranks: int) -> None:
         """Prove that a step counts, and was saved by so many ranks."""
@@ -365,11 +367,8 @@ class Demo:
 
     def prove_invisible(self, doomed: StoreSpec) -> None:
         """Prove that a load of the torn checkpoint finds none, and that it is not a step."""
-        try:
-            dos.read_state_dict(doomed.url, storage_options=doomed.storage_options)
-            error = None
-        except DcpObjstoreError as raised:
-            error = raised
+        load = partial(dos.read_state_dict, doomed.url, storage_options=doomed.storage_options)
+        _, error = capture(load)
         self.prove(
             isinstance(error, CheckpointNotFoundError) and max(self._steps()) == _COMMITTED,
             f"so it does not exist: a load raises {type(error).__name__}, and the newest step is"
@@ -392,9 +391,7 @@ class Demo:
         self, what: str, saved: Mapping[str, str], loaded: Sequence[Mapping[str, str] | None]
     ) -> None:
         """Prove that every tensor and value of states is the same, bit for bit."""
-        differ = sorted(
-            {key for state in loaded for key, _ in (state or {}).items() ^ saved.items()}
-        )
+        differ = sorted({key for of in loaded for key, _ in (of or {}).items() ^ saved.items()})
         agree = f"{first_few(differ, 3)} differ" if differ else "agree"
         text = f"{what}: state bit-identical: all {len(saved)} SHA-256 digests {agree}"
         self.prove(bool(saved) and not differ, text)
@@ -454,12 +451,7 @@ def report_text(
         for name in ("save", "plain_puts", "load", "plain_gets")
     }
     results = {
-        "versions": {
-            "python": platform.python_version(),
-            "dcp_objstore": dos.__version__,
-            **{name: importlib.metadata.version(name) for name in ("torch", "obstore")},
-            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        },
+        "versions": {**versions().details, "system": platform.platform()},
         "ranks": demo.ranks,
         "resume_ranks": demo.resume_ranks,
         "launcher": crew.launcher,

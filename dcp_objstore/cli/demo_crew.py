@@ -149,7 +149,7 @@ class Crew:
                 raise DemoFailedError(f"ranks {late} did not end in time")
         finally:
             for process in processes.values():
-                process.kill()  # all at once, before any is waited for
+                process.kill()  # all, before any is waited for
             for process in processes.values():
                 process.join()
         return [_ended(f"{folder}/{rank}", processes[rank].exitcode) for rank in processes]

@@ -547,8 +547,8 @@ class _Export:
 
     def _pinned(self, written: Mapping[str, Version | None]) -> PinnedStore:
         """Return the store, which refuses files that are not as this export has written them."""
-        told = self._store.capabilities.conditional_update
-        versions = {name: version for name, version in written.items() if version and told}
+        is_known = self._store.capabilities.conditional_update
+        versions = {name: version for name, version in written.items() if version and is_known}
         return PinnedStore(self._store, versions)
 
     def _write(self, file: PlannedFile) -> int:

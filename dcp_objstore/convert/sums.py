@@ -53,10 +53,10 @@ from dcp_objstore.transfer.ranges import RangeRequest, plan_requests
 SUM_BYTES = 32 * MIB
 # Windows that may be read beyond the one that is being uploaded.
 _WINDOWS_AHEAD = 2
-# A read of so many bytes is planned at once. Between two of them, no request is under way.
+# Reads of so many bytes are planned together. Between two of them, no request is under way.
 _PLANNED_BYTES = 8 << 30
-# Elements that are added at once stay in the processor's cache; where torch converts them, they are
-# few enough for it not to start a team of threads in each worker.
+# Elements that are added together stay in the processor's cache; where torch converts them, they
+# are few enough for it not to start a team of threads in each worker.
 _ELEMENTS, _CONVERTED_ELEMENTS = 65536, 32768
 
 

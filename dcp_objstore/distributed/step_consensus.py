@@ -197,7 +197,7 @@ class StepConsensus:
                 ahead = 1 if self._store is None else 1 + 2 * speed
                 self._hold = mine = self._count + ahead
                 self._reasons = reasons
-        self._settle(number, mine)
+        self._agree(number, mine)
 
     def _is_requested(self, number: int, reasons: frozenset[str]) -> bool:
         """Return whether another rank has requested something; if not, do so for these reasons."""
@@ -209,7 +209,7 @@ class StepConsensus:
             self._store.set(key, "1")
         return requested
 
-    def _settle(self, number: int, mine: int) -> None:
+    def _agree(self, number: int, mine: int) -> None:
         """Run one round: announce, wait for the other ranks, and notify the main thread."""
         if self._store is None:
             agreed: _Agreed | None = _Agreed(mine, self._reasons)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from functools import cached_property
@@ -21,7 +20,7 @@ from dcp_objstore.doctor.checks import (
 )
 from dcp_objstore.doctor.scratch import Scratch
 from dcp_objstore.errors import DcpObjstoreError, ObjectNotFoundError, PermissionDeniedError
-from dcp_objstore.observe.report import size_text
+from dcp_objstore.observe.report import logger, size_text
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
 from dcp_objstore.stores.ranges import read_range
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.protocol import ObjectStore
     from dcp_objstore.stores.spec import StoreSpec
 
-logger = logging.getLogger("dcp_objstore")
 
 _PART_SIZE_BYTES = 5 * MIB  # the smallest part that S3 accepts
 _UNEQUAL = "the bytes read back differ from those written: this store cannot be trusted"

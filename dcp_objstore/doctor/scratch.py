@@ -69,7 +69,8 @@ class Scratch:
     def __init__(self, spec: StoreSpec, name: str = ".doctor") -> None:
         self.spec = spec.child(f"{name}-{new_nonce()}")
         self._folder = Path(self.spec.parsed.prefix) if spec.parsed.scheme == "file" else None
-        self._made = _absent_folders(self._folder) if self._folder is not None else ()
+        above = () if self._folder is None else self._folder.parents
+        self._made = [folder for folder in above if not os.path.lexists(folder)]
         self.store: ObjectStore = self.spec.open()
         self.keys: set[str] = set()
         self._outer = spec
@@ -111,22 +112,17 @@ class Scratch:
             if len(errors) > before:
                 keys.add(f"{upload.key} (unfinished upload)")
         if self._folder is not None:
-            self._remove_folders()
+            self._remove_folders(self._folder)
         return Unremoved(sorted(keys), errors[0].message if errors else "", again is not None)
 
-    def _remove_folders(self) -> None:
-        assert self._folder is not None
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def _remove_folders(self, own: Path) -> None:
+        """Remove the folder of the objects, and those above that a write has made."""
+        shutil.rmtree(own, ignore_errors=True)
         for folder in self._made:
             try:
                 folder.rmdir()
             except OSError:
                 return  # never made, or not empty because of another program
-
-
-def _absent_folders(folder: Path) -> Sequence[Path]:
-    """Return the parent folders that a write would make, the innermost first."""
-    return [above for above in folder.parents if not os.path.lexists(above)]
 
 
 def _attempt(errors: list[DcpObjstoreError], action: Callable[[], T]) -> T | None:

@@ -19,7 +19,6 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -70,17 +69,13 @@ class _Settings:
     local: Local | None
 
 
-_Make = Callable[[_Settings, str, Mapping[str, Any]], object]
+_Replacement = Callable[[_Settings, str, Mapping[str, Any]], object]
 
 
 class _Installed:
-    """The hooks that are installed in this process."""
+    """What is installed in this process: the settings, or None."""
 
     settings: _Settings | None = None
-    has_hooks = False
-
-
-_installed = _Installed()
 
 
 class _Redirect(NamedTuple):
@@ -92,7 +87,7 @@ class _Redirect(NamedTuple):
 
 def _redirect(path: object) -> _Redirect | None:
     """Return where the objects of a path go instead; None if the path stays torch's."""
-    settings = _installed.settings
+    settings = _Installed.settings
     url = None if settings is None else url_in(path, settings.schemes)
     return None if settings is None or url is None else _Redirect(settings, url)
 
@@ -152,13 +147,8 @@ class Installation:
     def __enter__(self) -> Installation:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        _installed.settings = self._before
+    def __exit__(self, *_: object) -> None:
+        _Installed.settings = self._before
 
 
 def install(
@@ -228,10 +218,8 @@ def install(
         allow_unfenced=allow_unfenced,
         local=local_of(local),
     )
-    if not _installed.has_hooks:
-        _hook()
-        _installed.has_hooks = True
-    before, _installed.settings = _installed.settings, settings
+    _hook()
+    before, _Installed.settings = _Installed.settings, settings
     return Installation(before)
 
 
@@ -243,9 +231,10 @@ def uninstall() -> None:
 
     Does nothing if they do.
     """
-    _installed.settings = None
+    _Installed.settings = None
 
 
+@functools.cache
 def _hook() -> None:
     expected = {"checkpoint_id", "storage_writer"}
     executors: tuple[Any, ...] = (ThreadExecutor, ProcessExecutor)
@@ -257,8 +246,8 @@ def _hook() -> None:
             f"install() cannot hook torch {torch.__version__}: its hooks are for 2.9 to 2.15. Pass"
             " storage_writer=ObjectStoreWriter(url) to dcp.save instead"
         )
-    classes: list[tuple[Any, _Make]] = [(FileSystemWriter, _writer), (FileSystemReader, _reader)]
-    for owner, make in classes:
+    classes: dict[Any, _Replacement] = {FileSystemWriter: _writer, FileSystemReader: _reader}
+    for owner, make in classes.items():
         owner.__new__ = _new(owner, make)
         owner.validate_checkpoint_id = classmethod(_validate(owner))
     wrapped = _with_writer(state_dict_saver.async_save)
@@ -272,7 +261,7 @@ def _is_torchs(kind: type) -> bool:
     return kind.__name__ in _CLASSES and kind.__module__.startswith("torch.")
 
 
-def _new(owner: Any, make: _Make) -> Callable[..., object]:
+def _new(owner: Any, make: _Replacement) -> Callable[..., object]:
     original: Any = owner.__new__
 
     def __new__(cls: Any, *args: Any, **kwargs: Any) -> object:  # noqa: N807 - it becomes that

@@ -105,7 +105,6 @@ class _Installed:
         background: the background saves of checkpoints that are not an iteration of a run.
     """
 
-    has_hooks = False
     keep: RetentionPolicy | None = None
     claims = True
     housekeeping: Mapping[str, Any] = {}
@@ -165,9 +164,7 @@ def install(
         ConfigError, InvalidUrlError: as `dcp_objstore.install`.
     """
     _Installed.keep, _Installed.claims = as_policy(keep), claim_run
-    if not _Installed.has_hooks:
-        _hook()
-        _Installed.has_hooks = True
+    _hook()
     installation = install_for_torch(**options)
     _Installed.housekeeping = {"grace_seconds": grace_seconds, "sweeps": sweep}
     _Installed.overwrite = options.get("overwrite") is not False
@@ -180,6 +177,7 @@ def install(
     return installation
 
 
+@functools.cache
 def _hook() -> None:
     if not hasattr(strategies, "get_async_strategy"):
         raise UnsupportedError(

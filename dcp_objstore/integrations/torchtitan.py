@@ -54,7 +54,6 @@ class _Installed:
         agreed: during a load, the URL of the run and its steps, the same on all ranks.
     """
 
-    has_hooks = False
     grace_seconds: float = 0.0
     retainers: ClassVar[dict[str, Retainer]] = {}
     agreed: _AgreedSteps | None = None
@@ -88,15 +87,14 @@ def install(*, grace_seconds: float = 0.0, **options: Any) -> Installation:
         UnsupportedError: this version of torchtitan or torch has no place to hook.
         ConfigError, InvalidUrlError: as `dcp_objstore.install`.
     """
-    if not _Installed.has_hooks:
-        _hook()
-        _Installed.has_hooks = True
+    _hook()
     installation = install_for_torch(**options)
     _Installed.grace_seconds = check_deletion_grace(grace_seconds)
     _Installed.retainers = {}
     return installation
 
 
+@functools.cache
 def _hook() -> None:
     ours: dict[str, Callable[..., Any]] = {
         "exists": _exists,

@@ -155,7 +155,7 @@ class SaveCopies(_Copies):
             with self._excused():
                 if not self._is_over:
                     path = self._folder / key
-                    copy = _Beside(path, *self._create(key, size_bytes), self)
+                    copy = _CopyBeingWritten(path, *self._create(key, size_bytes), self)
                     stack.callback(copy.close)
                     self._written.append(path)
                     self.reserve(copy.file, size_bytes)
@@ -207,7 +207,7 @@ class SaveCopies(_Copies):
         at.remove(self._written)
 
 
-class _Beside:
+class _CopyBeingWritten:
     """Writes an object's buffers to a file. It keeps no reference to them.
 
     The thread that uploads writes, and another one may close it.

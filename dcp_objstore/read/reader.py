@@ -230,15 +230,20 @@ class ObjectStoreReader(StorageReader):
         """The URL of the checkpoint that the next load reads."""
         return self._target.url
 
+    @property
+    def _load(self) -> _Load | None:
+        """This thread's current load: DCP makes all calls of a load from one thread."""
+        return getattr(self._of_thread, "load", None)
+
     def _left_out(self) -> Mapping[str, LeftOut]:
         """Return what the save of this thread's checkpoint has left out of its modules."""
-        load: _Load | None = getattr(self._of_thread, "load", None)
+        load = self._load
         marker = None if load is None or load.checkpoint is None else load.checkpoint.marker
         return {} if marker is None else left_out_of(marker.user_metadata)
 
     def _paths(self) -> Mapping[str, tuple[str | int, ...]]:
         """Return the place of each key of this thread's checkpoint, as far as it is known."""
-        load: _Load | None = getattr(self._of_thread, "load", None)
+        load = self._load
         if load is None or load.checkpoint is None:
             return {}
         return typed_paths(load.checkpoint.items)
@@ -317,19 +322,17 @@ class ObjectStoreReader(StorageReader):
 
     def _report_failure(self, error: BaseException) -> None:
         """Report that this thread's load has failed outside of the methods of this class."""
-        load: _Load | None = getattr(self._of_thread, "load", None)
+        load, settings = self._load, self._event_settings
         if load is None:
-            channel = self._event_settings.channel(
-                "load", str(self.checkpoint_id), *rank_and_world_size()
-            )
+            channel = settings.channel("load", str(self.checkpoint_id), *rank_and_world_size())
         else:
             channel = load.channel
         channel.fail(error)
         channel.flush()
 
     def _opened(self) -> _Load:
-        """Return this thread's current load: DCP makes all calls of a load from one thread."""
-        if getattr(self._of_thread, "load", None) is None:
+        """Return this thread's current load; begin one if there is none."""
+        if self._load is None:
             self.read_metadata()
         load: _Load = self._of_thread.load
         return load

@@ -323,25 +323,14 @@ def explained(
     error: DcpObjstoreError,
 ) -> DcpObjstoreError:
     """Say what a GET's error means for the checkpoint, and add what the GET was for."""
+    where = error.rank, error.key, error.object_key, error.url
     if isinstance(error, ObjectNotFoundError):
         error = checkpoint.explain(store, error)
     elif isinstance(error, PreconditionFailedError):
-        error = CheckpointGoneError(
-            "while it was being read, another writer replaced the checkpoint",
-            advice="load it again",
-            rank=error.rank,
-            key=error.key,
-            object_key=error.object_key,
-            url=error.url,
-        )
+        text = "while it was being read, another writer replaced the checkpoint"
+        error = CheckpointGoneError(text, *where, advice="load it again")
     elif isinstance(error, CorruptDataError):  # the object is too short, or the answer was wrong
-        error = CheckpointCorruptError(
-            error.message,
-            rank=error.rank,
-            key=error.key,
-            object_key=error.object_key,
-            url=error.url,
-        )
+        error = CheckpointCorruptError(error.message, *where)
     blocks = [
         f"block {span.tag.position // BLOCK_SIZE_BYTES} of {span.tag.key}"
         for span in (request.spans[0], request.spans[-1])

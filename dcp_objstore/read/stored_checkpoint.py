@@ -455,8 +455,8 @@ def _fingerprint(store: ObjectStore, body: bytes, metas: Iterable[ObjectMeta]) -
     """Return what stands for a state of objects, and of what was read of them."""
     is_timed = store.capabilities.modified_times
     # Not the versions: on file:// hosts may number files differently.
-    told = [(meta.key, meta.size_bytes, is_timed and meta.last_modified) for meta in metas]
-    return xxhash.xxh3_128_hexdigest(body) + xxhash.xxh3_128_hexdigest(repr(told).encode())
+    listed = [(meta.key, meta.size_bytes, is_timed and meta.last_modified) for meta in metas]
+    return xxhash.xxh3_128_hexdigest(body) + xxhash.xxh3_128_hexdigest(repr(listed).encode())
 
 
 def _stock(body: bytes, load_id: str | None) -> StoredCheckpoint:

@@ -311,7 +311,7 @@ def as_listed(entry: Entry, base: int) -> ListedCheckpoint:
             user_metadata=marker.user_metadata,
             is_fence=marker.index is None,
         )
-    if _is_foreign(entry):
+    if entry.error is None and DOT_METADATA_KEY in entry.objects:  # or the marker was removed
         data = [meta for key, meta in entry.objects.items() if key.endswith(".distcp")]
         return ListedCheckpoint(
             url=url, name=name, state="foreign", total_bytes=_size(data), objects=len(data)
@@ -327,11 +327,6 @@ def as_listed(entry: Entry, base: int) -> ListedCheckpoint:
         total_bytes=_size(_data(entry)),
         error=None if entry.error is None else entry.error.message,
     )
-
-
-def _is_foreign(entry: Entry) -> bool:
-    """Return whether another library saved here, or the marker was removed."""
-    return entry.stored is None and entry.error is None and DOT_METADATA_KEY in entry.objects
 
 
 def _data(entry: Entry) -> list[ObjectMeta]:

@@ -92,12 +92,21 @@ def describe(index: ix.Index, load_id: str | None = None) -> Metadata:
 
     The dtype of a tensor is None if this version or this torch does not know it;
     `StoredCheckpoint.item` refuses to read such a tensor.
+
+    Raises:
+        CheckpointCorruptError: torch does not have a layout or memory format.
     """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     shared = _SharedChunks()
     for key, tensor in index.tensors.items():
         described[key] = TensorStorageMetadata(
-            properties=properties_of(tensor),
+            properties=TensorProperties(
+                dtype=known_dtype(tensor.dtype),  # type: ignore[arg-type]  # None where unknown
+                layout=_named(tensor.layout, torch.layout, key),
+                requires_grad=tensor.requires_grad,
+                memory_format=_named(tensor.memory_format, torch.memory_format, key),
+                pin_memory=tensor.pin_memory,
+            ),
             size=torch.Size(tensor.shape),
             chunks=Chunks(index, key, shared),  # type: ignore[arg-type]  # see there
         )
@@ -106,33 +115,13 @@ def describe(index: ix.Index, load_id: str | None = None) -> Metadata:
     return Metadata(
         state_dict_metadata=described,
         planner_data=index.flatten_mapping,
-        storage_meta=storage_meta(index, load_id),
+        storage_meta=StorageMeta(
+            checkpoint_id=index.storage.checkpoint_id,
+            save_id=index.storage.save_id,
+            load_id=load_id,
+            modules=list(index.storage.modules),
+        ),
         version=DCP_VERSION,
-    )
-
-
-def properties_of(tensor: ix.Tensor) -> TensorProperties:
-    """Return DCP's properties of a tensor. The dtype is None if it is unknown.
-
-    Raises:
-        CheckpointCorruptError: torch does not have the layout or the memory format.
-    """
-    return TensorProperties(
-        dtype=known_dtype(tensor.dtype),  # type: ignore[arg-type]  # None where unknown
-        layout=_named(tensor.layout, torch.layout, tensor.key),
-        requires_grad=tensor.requires_grad,
-        memory_format=_named(tensor.memory_format, torch.memory_format, tensor.key),
-        pin_memory=tensor.pin_memory,
-    )
-
-
-def storage_meta(index: ix.Index, load_id: str | None = None) -> StorageMeta:
-    """Return DCP's StorageMeta as the index has it."""
-    return StorageMeta(
-        checkpoint_id=index.storage.checkpoint_id,
-        save_id=index.storage.save_id,
-        load_id=load_id,
-        modules=list(index.storage.modules),
     )
 
 

@@ -32,11 +32,11 @@ from dcp_objstore.errors import (
 
 # What stores repeat of a request that they refuse: who signed it, and how. AWS does so in
 # elements of SignatureDoesNotMatch, others and proxies in whatever form they like.
-_TOLD_ELEMENT = re.compile(
+_SECRET_ELEMENT = re.compile(
     r"<(AWSAccessKeyId|StringToSign\w*|CanonicalRequest\w*|SignatureProvided|Token-\d+)>.*?</\1>",
     re.S,
 )
-_TOLD_FIELDS = [
+_SECRET_FIELDS = [
     re.compile(rf"((?:{names})\b[\\\"']*\s*[:=]\s*[\\\"']*{scheme})[^\s,;&<>\\\"']+", re.I)
     for names, scheme in (
         ("x-amz-security-token|x-amz-credential|x-amz-signature|credential|signature", ""),
@@ -389,8 +389,8 @@ def check_no_page(content_type: object) -> None:
 
 def redacted(text: str) -> str:
     """Return the text without credentials and signatures that a store repeats in it, printable."""
-    text = _TOLD_ELEMENT.sub(r"<\1/>", text)
-    for field in _TOLD_FIELDS:
+    text = _SECRET_ELEMENT.sub(r"<\1/>", text)
+    for field in _SECRET_FIELDS:
         text = field.sub(r"\1***", text)
     return printable(text, keep="\n\t")
 

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
-
-from typing_extensions import Buffer
+from typing import Any, TypeVar, cast
 
 from dcp_objstore.errors import PreconditionFailedError
 from dcp_objstore.stores.protocol import (
     Capabilities,
-    CopySource,
     ObjectMeta,
     ObjectStore,
-    Precondition,
     RangeBody,
     RangeReading,
     Version,
 )
 from dcp_objstore.stores.ranges import REPLACED
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _passed_on(verb: F) -> F:
+    """Make a method that calls the verb of this name of the inner store."""
+
+    @functools.wraps(verb)
+    def call(self: WrappedStore, *args: Any, **settings: Any) -> Any:
+        return getattr(self.inner, verb.__name__)(*args, **settings)
+
+    return cast("F", call)
 
 
 class WrappedStore:
@@ -55,67 +65,14 @@ class WrappedStore:
         """The inner store's."""
         return self.inner.capabilities
 
-    def put(
-        self,
-        key: str,
-        data: Buffer | Sequence[Buffer],
-        *,
-        precondition: Precondition | None = None,
-        retry: bool = True,
-    ) -> Version:
-        """Write an object in one request."""
-        return self.inner.put(key, data, precondition=precondition, retry=retry)
-
-    def put_stream(
-        self,
-        key: str,
-        buffers: Iterator[Buffer],
-        *,
-        part_size_bytes: int,
-        max_concurrency: int,
-    ) -> Version:
-        """Write an object from an iterator of buffers."""
-        return self.inner.put_stream(
-            key, buffers, part_size_bytes=part_size_bytes, max_concurrency=max_concurrency
-        )
-
-    def copy(
-        self,
-        key: str,
-        sources: Sequence[CopySource],
-        *,
-        part_size_bytes: int,
-        max_concurrency: int,
-        moved: Callable[[int], None],
-    ) -> Version:
-        """Write one object of ranges of other objects, which the store copies."""
-        return self.inner.copy(
-            key,
-            sources,
-            part_size_bytes=part_size_bytes,
-            max_concurrency=max_concurrency,
-            moved=moved,
-        )
-
-    def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
-        """Read a small object, with its metadata."""
-        return self.inner.get(key, max_size_bytes=max_size_bytes)
-
-    def open_range(self, key: str, start: int, end: int) -> RangeBody:
-        """Open a range of an object."""
-        return self.inner.open_range(key, start, end)
-
-    def head(self, key: str) -> ObjectMeta:
-        """Return the metadata of an object."""
-        return self.inner.head(key)
-
-    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """Iterate over the objects below a prefix."""
-        return self.inner.list(prefix)
-
-    def delete(self, key: str) -> None:
-        """Remove an object. No error is raised if it is absent."""
-        self.inner.delete(key)
+    put = _passed_on(ObjectStore.put)
+    put_stream = _passed_on(ObjectStore.put_stream)
+    copy = _passed_on(ObjectStore.copy)
+    get = _passed_on(ObjectStore.get)
+    open_range = _passed_on(ObjectStore.open_range)
+    head = _passed_on(ObjectStore.head)
+    list = _passed_on(ObjectStore.list)
+    delete = _passed_on(ObjectStore.delete)
 
 
 class PinnedStore(WrappedStore):

@@ -105,7 +105,7 @@ def _depth(concurrency: int, reading: RangeReading) -> int:
 
 
 def largest_piece(requests: Iterable[RangeRequest[T]]) -> int:
-    """Return the size of the largest piece that is read at once."""
+    """Return the size of the largest piece that is read as a whole."""
     pieces = chain.from_iterable(cut(request, BLOCK_SIZE_BYTES) for request in requests)
     return max((piece.end - piece.start for piece in pieces), default=0)
 

@@ -133,7 +133,7 @@ def plan_globally(plans: Sequence[LocalPlan]) -> GlobalPlan:
     rows = _deduplicated(state, items)
     _check_boxes(state, rows)
     counts = np.bincount(rows.tensor)
-    is_tensor = items.dims >= 0
+    is_tensor = items.ndim >= 0
     number_of_row = np.full(len(items.tensor), -1)
     # Pickled values come after the tensors.
     order = rows.at[np.argsort(~is_tensor[rows.at], kind="stable")]
@@ -165,7 +165,7 @@ class _Table:
         counts: the number of items of each rank.
         rank: the rank of each item.
         tensor: the number of its key.
-        dims: the number of its dimensions; -1 for a pickled value.
+        ndim: the number of its dimensions; -1 for a pickled value.
         is_shard: whether DCP calls it a shard; otherwise all ranks that have the key have all of
             it.
         offsets, sizes: its box, padded with zeros on the right.
@@ -176,7 +176,7 @@ class _Table:
     counts: list[int]
     rank: ix.Numbers
     tensor: ix.Numbers
-    dims: ix.Numbers
+    ndim: ix.Numbers
     is_shard: _Mask
     offsets: _Boxes
     sizes: _Boxes
@@ -194,7 +194,7 @@ class _Decoded(NamedTuple):
     """The description of a rank's items as columns of a `_Table`, and their element sizes."""
 
     tensor: ix.Numbers
-    dims: ix.Numbers
+    ndim: ix.Numbers
     is_shard: _Mask
     item_size_bytes: ix.Numbers
 
@@ -218,8 +218,8 @@ class _State:
                 decoded[plan.items] = self._decode(plan.items, rank)
         of_ranks = [decoded[plan.items] for plan in plans]
         counts = [len(rank.tensor) for rank in of_ranks]
-        dims = np.concatenate([rank.dims for rank in of_ranks])
-        used = np.arange(dims.max(initial=0)) < dims[:, None]
+        ndim = np.concatenate([rank.ndim for rank in of_ranks])
+        used = np.arange(ndim.max(initial=0)) < ndim[:, None]
         offsets: _Boxes = np.zeros(used.shape, np.int64)
         sizes: _Boxes = np.zeros(used.shape, np.int64)
         offsets[used] = np.frombuffer(b"".join(plan.offsets for plan in plans), np.int64)
@@ -228,7 +228,7 @@ class _State:
             counts=counts,
             rank=np.repeat(np.arange(len(plans)), counts),
             tensor=np.concatenate([rank.tensor for rank in of_ranks]),
-            dims=dims,
+            ndim=ndim,
             is_shard=np.concatenate([rank.is_shard for rank in of_ranks]),
             offsets=offsets,
             sizes=sizes,

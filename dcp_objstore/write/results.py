@@ -245,10 +245,10 @@ def _rows_by_place(
     rows: dict[tuple[str, tuple[int, ...] | None], int] = {}
     offsets, first, row = planned.chunk_offsets.tolist(), 0, 0
     for key, tensor in planned.tensors.items():
-        dims = len(tensor.shape)
+        ndim = len(tensor.shape)
         for _ in range(tensor.chunk_count):
-            rows[key, tuple(offsets[first : first + dims])] = row
-            first, row = first + dims, row + 1
+            rows[key, tuple(offsets[first : first + ndim])] = row
+            first, row = first + ndim, row + 1
     return rows | {(key, None): row + number for number, key in enumerate(planned.blobs)}
 
 

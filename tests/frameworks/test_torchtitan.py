@@ -308,7 +308,7 @@ def test_a_folder_is_looked_at_and_tidied_up_by_the_librarys_rules(bucket, tmp_p
 
 
 def test_a_torchtitan_without_these_functions_is_refused(monkeypatch):
-    monkeypatch.setattr(torchtitan._Installed, "has_hooks", False)
+    monkeypatch.setattr(torchtitan, "_hook", torchtitan._hook.__wrapped__)
     monkeypatch.delattr(filesystem, "rmtree")
     with pytest.raises(dos.errors.UnsupportedError, match="rmtree"):
         torchtitan.install()

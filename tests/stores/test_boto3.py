@@ -198,7 +198,7 @@ def test_the_store_is_told_to_abort_once_no_part_is_under_way():
         return {"UploadId": "u", "ETag": "e"}
 
     upload = MultipartUpload(send, {"Bucket": "b", "Key": "k"}, {}, Unchecked(), 2)  # type: ignore[arg-type]
-    upload.begin()
+    upload.create()
     upload.send([memoryview(b"x")])
     assert begun.wait(30)
     assert upload.abort()

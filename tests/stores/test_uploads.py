@@ -67,7 +67,7 @@ def ruled(bucket: Bucket) -> Iterator[StoreSpec]:
 
 @pytest.mark.backends("moto")
 def test_the_rule_that_is_advised_is_taken_and_found_and_others_stay(bucket, ruled):
-    uploads = open_uploads(ruled)
+    uploads, prefix = open_uploads(ruled), f"{ruled.parsed.prefix}/"
     client = bucket.client()
     other = {
         "ID": "logs",
@@ -79,16 +79,16 @@ def test_the_rule_that_is_advised_is_taken_and_found_and_others_stay(bucket, rul
         Bucket="with-rules", LifecycleConfiguration={"Rules": [other]}
     )
     rules = uploads.lifecycle_rules()
-    assert covering_days(rules, uploads.prefix) is None
-    text = lifecycle_configuration("s3", uploads.prefix, rules)
+    assert covering_days(rules, prefix) is None
+    text = lifecycle_configuration("s3", prefix, rules)
     client.put_bucket_lifecycle_configuration(
         Bucket="with-rules", LifecycleConfiguration=json.loads(text)
     )
     rules = uploads.lifecycle_rules()
-    assert covering_days(rules, uploads.prefix) == 2
+    assert covering_days(rules, prefix) == 2
     assert covering_days(rules, "elsewhere/") is None
     assert {rule["ID"] for rule in rules} == {"logs", "dcp-objstore-incomplete-uploads"}
-    assert lifecycle_configuration("s3", uploads.prefix, rules).count("incomplete-uploads") == 1
+    assert lifecycle_configuration("s3", prefix, rules).count("incomplete-uploads") == 1
     client.delete_bucket_lifecycle(Bucket="with-rules")
     assert uploads.lifecycle_rules() == ()
 

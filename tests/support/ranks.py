@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dcp_objstore.integrations.install import _installed
+from dcp_objstore.integrations.install import _hook
 from tests.support import shared_servers
 from tests.support.launcher import Job, Outcome, Ranks, Said, retire
 
@@ -173,7 +173,7 @@ def _nothing_left() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         # The hooks of `dos.install` stay for good.
-        if _installed.has_hooks:
+        if _hook.cache_info().currsize:
             retire()
 
 

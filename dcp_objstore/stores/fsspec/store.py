@@ -212,10 +212,8 @@ class FsspecStore(BaseStore[str]):
         modified = _modified(info) if self._is_known else None
         size_bytes = int(info.get("size") or 0)
         modified = modified or datetime.now(UTC)
-        return ObjectMeta(self._relative(place), size_bytes, _version(info), modified)
-
-    def _relative(self, path: str) -> str:
-        return path.lstrip("/").removeprefix(f"{self._root}/".lstrip("/"))
+        key = place.lstrip("/").removeprefix(f"{self._root}/".lstrip("/"))
+        return ObjectMeta(key, size_bytes, _version(info), modified)
 
     def _info(self, place: str) -> Mapping[str, Any]:
         self._fs.invalidate_cache()

@@ -75,7 +75,8 @@ class Boto3Store(S3Store):
     def _body(
         self, part: Sequence[memoryview], check: Callable[[], None] | None
     ) -> bytes | JoinedBuffers:
-        return body_of(part, check)
+        """Return the buffers in the form that boto3 takes as `Body`."""
+        return b"".join(part) if sum(map(len, part)) <= _SMALL_BYTES else JoinedBuffers(part, check)
 
     def _conditional_write(self) -> threading.Lock:
         """Return the lock that is held during a conditional write.
@@ -260,15 +261,6 @@ class JoinedBuffers(io.RawIOBase):
         view = self._buffers[number][first : first + most_bytes]
         self._position += len(view)
         return view
-
-
-def body_of(
-    buffers: Sequence[memoryview], check: Callable[[], None] | None = None
-) -> bytes | JoinedBuffers:
-    """Return the buffers in the form that boto3 takes as `Body`."""
-    if sum(len(view) for view in buffers) <= _SMALL_BYTES:
-        return b"".join(buffers)
-    return JoinedBuffers(buffers, check)
 
 
 class ReceivedBody(Answer):

@@ -213,7 +213,7 @@ class S3Store(BaseStore["dict[str, str]"]):
             threads=max_concurrency,
         )
         try:
-            upload.begin()
+            upload.create()
             while part:
                 upload.send(part)
                 del part  # not held while the next one is waited for
@@ -251,7 +251,7 @@ class S3Store(BaseStore["dict[str, str]"]):
         )
         looked_at = {source.url: (self._of(place, source), source) for source in sources}
         try:
-            upload.begin()
+            upload.create()
             for source in sources:
                 target, _ = looked_at[source.url]
                 what = {

@@ -105,11 +105,6 @@ class S3Uploads:
         return answer
 
     @property
-    def prefix(self) -> str:
-        """The prefix of all keys, with a slash at its end; empty for a whole bucket."""
-        return self._root
-
-    @property
     def _url(self) -> str:
         return f"s3://{self._bucket}/{self._root}".rstrip("/")
 

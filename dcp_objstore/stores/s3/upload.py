@@ -77,7 +77,7 @@ class MultipartUpload:
     def __post_init__(self) -> None:
         self._slots = threading.Semaphore(self.threads)
 
-    def begin(self) -> None:
+    def create(self) -> None:
         """Open the upload."""
         arguments = {**self.target, **self.sealing, **self.checksums.beginning}
         answer = self.send_request("create_multipart_upload", arguments)
