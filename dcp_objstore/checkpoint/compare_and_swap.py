@@ -1,14 +1,16 @@
 """Compare and swap: send a conditional PUT until its outcome is known or the deadline has passed.
 
-Rules 4 and 5 of `commit` hold for every small object that only conditional PUTs change: a marker,
-and a run's `_CLAIM`.
+Rules 4 and 5 of `commit` hold for every small object that only conditional PUTs change: a marker, a
+run's `_CLAIM`, and the small files of an export.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from typing_extensions import Buffer
 
 from dcp_objstore.checkpoint.probe import if_version
 from dcp_objstore.checkpoint.read import Stored
@@ -36,16 +38,18 @@ class SwapOutcome(Generic[T]):
         landed: the PUT took effect.
         stored: the object that was read to find out, with its version. None if the store's answer
             was clear, or if there is no object.
+        version: the state that the PUT has made, if the store's answer was clear.
     """
 
     landed: bool
     stored: Stored[T] | None = None
+    version: Version | None = None
 
 
 def compare_and_swap(
     store: ObjectStore,
     key: str,
-    body: bytes,
+    body: Buffer | Sequence[Buffer],
     version: Version | None,
     *,
     tries: Tries,
@@ -57,7 +61,8 @@ def compare_and_swap(
     """Send one body until the outcome is known (rules 4 and 5 of `commit`).
 
     Args:
-        body: what to put. No two bodies are ever equal, because each has its own `write_id`.
+        body: what to put. No two markers or claims are ever equal, because each has its own
+            `write_id`.
         version: the version of the object to replace; None if there must be none.
         what: the thing that is put, in words, for the error.
         landed: decides from an object that was read later whether this PUT took effect.
@@ -74,7 +79,7 @@ def compare_and_swap(
         try:
             put = store.put(key, body, precondition=condition if fenced else None, retry=False)
             if put != Version():
-                return SwapOutcome(True)
+                return SwapOutcome(True, version=put)
             # Perhaps it was not the store that answered: a success names the object's state.
             may_still_land, answer = True, StoreUnavailableError("the answer names no version")
         except DcpObjstoreError as error:

@@ -101,7 +101,7 @@ def require_fencing(
         UnsupportedError: the store has no conditional create and `allow_unfenced` is False; or it
             has create but no update, and `replaces` is True.
     """
-    capabilities = _capabilities(store, clock)
+    capabilities = probed(store, clock)
     if not capabilities.conditional_create:
         if not allow_unfenced:
             raise UnsupportedError(
@@ -137,7 +137,7 @@ def require_rewrites(store: ObjectStore, what: str) -> None:
         UnsupportedError: the store cannot replace an object conditionally (rule 11 of `commit`).
     """
     if not can_rewrite(store):
-        can_create = _capabilities(store).conditional_create
+        can_create = probed(store).conditional_create
         lacks = "replace" if can_create else "create or replace"
         raise UnsupportedError(
             f"{what} here: this store cannot {lacks} an object conditionally, so nothing would keep"
@@ -149,7 +149,7 @@ def require_rewrites(store: ObjectStore, what: str) -> None:
 
 def can_rewrite(store: ObjectStore) -> bool:
     """Return whether the store can create and replace objects conditionally."""
-    return _capabilities(store).conditional_update  # which `probe` finds only beside the other
+    return probed(store).conditional_update  # which `probe` finds only beside the other
 
 
 def if_version(store: ObjectStore, version: Version) -> IfVersion:
@@ -158,7 +158,7 @@ def if_version(store: ObjectStore, version: Version) -> IfVersion:
     return _known.get((bucket_of(store), claims), claims).if_version(version)
 
 
-def _capabilities(store: ObjectStore, clock: Clock = SYSTEM_CLOCK) -> Capabilities:
+def probed(store: ObjectStore, clock: Clock = SYSTEM_CLOCK) -> Capabilities:
     """Return the result of `probe`, which is sent once per process and bucket."""
     bucket = bucket_of(store)
     claims = store.capabilities

@@ -5,21 +5,27 @@ from __future__ import annotations
 import os
 import time
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
+from typing_extensions import Buffer
 
+from dcp_objstore.checkpoint.clock import Clock
+from dcp_objstore.checkpoint.compare_and_swap import compare_and_swap
 from dcp_objstore.checkpoint.names import TORCH_SUFFIXES, new_nonce
+from dcp_objstore.checkpoint.probe import if_version, probed
+from dcp_objstore.checkpoint.read import Stored
 from dcp_objstore.config import COPIED_MOST_BYTES, MIB, TransferConfig, check_number
 from dcp_objstore.convert.copied_files import named_files, names_in, trainer_files
 from dcp_objstore.convert.files import (
+    CLAIM_SUFFIX,
     INDEX,
     ONE_FILE,
     STEM,
@@ -73,10 +79,17 @@ from dcp_objstore.read.peers.meeting import open_once
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.state.memory import byte_memory
 from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.base import as_buffers
 from dcp_objstore.stores.local import LocalStore
-from dcp_objstore.stores.protocol import ObjectMeta, Version
+from dcp_objstore.stores.protocol import (
+    Capabilities,
+    ObjectMeta,
+    ObjectStore,
+    Precondition,
+    Version,
+)
 from dcp_objstore.stores.spec import options_of_other
-from dcp_objstore.stores.wrappers import PinnedStore
+from dcp_objstore.stores.wrappers import PinnedStore, WrappedStore, is_same_state
 from dcp_objstore.transfer.memory import ByteArray
 from dcp_objstore.transfer.parts import plan_parts
 from dcp_objstore.transfer.progress import Progress
@@ -210,8 +223,8 @@ def export_checkpoint(
             an adapter (that of a prompt encoder).
         DcpObjstoreError: any error of `dcp_objstore.open`, of reading, or of the store at `out`; of
             several ranks, that of the lowest rank that failed.
-        LostRaceError: another export has written to the folder. Its files stay, and those of this
-            one are removed.
+        LostRaceError: another export has written to the folder. Its files stay, and the weights of
+            this one are removed.
         RankFailedError: a rank died, or did not make this call.
     """
     began_at = time.monotonic()
@@ -314,6 +327,7 @@ class _Plan:
             that makes the others count (the index, or the only file of weights).
         names: names of the files that this rank knows of; on the first rank, of all files.
         left_out: keys of the values that are not written.
+        stem: what the names of shards begin with.
         digest: stands for the arguments that say which tensors lie where; the same on all ranks.
     """
 
@@ -323,6 +337,7 @@ class _Plan:
     then: list[PlannedFile]
     names: tuple[str, ...]
     left_out: tuple[str, ...]
+    stem: str
     digest: str
 
 
@@ -406,6 +421,7 @@ def _plan(
         then=then,
         names=tuple(file.name for file in (*then[:-1], *cut, *then[-1:])),
         left_out=() if is_torch else tuple(key for key in source.keys if key not in tensors),
+        stem=stem,
         digest=xxhash.xxh3_64_hexdigest(repr((names, dtypes, most_bytes)).encode()),
     )
 
@@ -424,8 +440,18 @@ def _flat(names: Mapping[str, str], flat: Mapping[str, Any]) -> dict[str, Any]:
 class _Export:
     """Writes files, and removes them again if that fails on any rank.
 
-    Another export may write to the same folder at the same time. The first to write what makes its
-    files count wins; the other one notices that before it would do so.
+    Another export may write to the same place at the same time. The first to write what makes its
+    files count wins. The other one fails, and spoils nothing of the first:
+
+    - Shards have names that no other export uses. An export that finds nothing there creates a
+      claim, which only one can, and has the usual names. Another has names with digits of its own.
+    - The other files are put on the condition that they are as they were when the export began. (In
+      parts there are no conditions: of two that write one large file, the last to end stays.)
+    - An index and one file are not kept apart so. Who has put one of them looks for the other.
+    - A file is only put back or removed while it is as this export has written it. A store cannot
+      delete on a condition, so that look comes right before.
+
+    Where the store has no conditional writes, exports to one place must not overlap.
 
     Args:
         spec: the folder.
@@ -445,17 +471,20 @@ class _Export:
         self._progress = Progress(spec.config.stall_timeout_seconds, channel)
         # The files of an earlier export that are replaced or removed.
         self._earlier: dict[str, ObjectMeta] = {}
-        # The version of each file that this rank has written; None while it is written. (One that
-        # Ctrl-C has not stopped in time arrives yet.)
+        # The version of each file that this rank has written; None while it is written, or if it is
+        # not known whether it arrived. (One that Ctrl-C has not stopped in time arrives yet.)
         self._written: dict[str, Version | None] = {}
         # Files that this rank has replaced, to be put back if the export fails.
         self._replaced: dict[str, bytes] = {}
+        # The content of the claim, by which this export knows it.
+        self._nonce = new_nonce().encode()
 
     def run(self, *, overwrite: bool) -> dict[str, int]:
         """Write the files; return the sizes of those of all ranks, by name. A collective."""
         url, group = self._spec.url, self._group
         self._earlier, new = on_first(lambda: self._look(overwrite=overwrite), url, group)
         try:
+            on_first(self._claim, url, group)
             _, failed = capture(self._write_shards)
             of_ranks = from_all(self._written, url, group)
             raise_on_all(failed, url, group)
@@ -470,6 +499,23 @@ class _Export:
         on_first(self._remove_earlier, url, group)
         return sizes
 
+    @property
+    def _claim_name(self) -> str:
+        """The name of the file that only one of several exports can create."""
+        names = self._plan.names
+        return f"{ONE_FILE if has_weights(names) else names[-1]}{CLAIM_SUFFIX}"
+
+    @property
+    def _shards(self) -> set[str]:
+        """The names of the shards of all ranks."""
+        return {*self._plan.names} - {file.name for file in self._plan.then}
+
+    @cached_property
+    def _can(self) -> Capabilities:
+        """The conditional writes that the store has."""
+        is_here = self._spec.parsed.scheme in ("file", "memory")
+        return self._store.capabilities if is_here else probed(self._store)
+
     def _look(self, *, overwrite: bool) -> tuple[dict[str, ObjectMeta], list[Path]]:
         """Return the files that are replaced or removed, and the folders that will be made.
 
@@ -480,15 +526,43 @@ class _Export:
         for name in names:
             if names.count(name) > 1:
                 raise InputError(f"two files would be called {name}", url=self._store.url)
-        if has_weights(names):
-            names = tuple(replaced_by(names, names_in(self._spec, self._store)))
-        earlier = {meta.key: meta for meta in in_waves(self._head, names) if meta}
+        earlier = self._present()
         if earlier and not overwrite:
             text = f"{min(earlier)} exists there already; overwrite=True replaces or removes it"
+            if [*earlier] == [self._claim_name]:
+                text = (
+                    f"another export is under way there, or has died ({min(earlier)} is there);"
+                    " overwrite=True goes on all the same"
+                )
             raise InputError(text, url=self._store.url)
         folder = Path(self._spec.parsed.prefix)
         above = (folder, *folder.parents) if self._spec.parsed.scheme == "file" else ()
         return earlier, [directory for directory in above if not directory.exists()]
+
+    def _present(self) -> dict[str, ObjectMeta]:
+        """Return the files that are there and are replaced or removed by this export."""
+        names = {*self._plan.names, self._claim_name}
+        if has_weights(self._plan.names):
+            names = replaced_by(names, names_in(self._spec, self._store))
+        return {meta.key: meta for meta in in_waves(self._head, sorted(names)) if meta}
+
+    def _claim(self) -> None:
+        """Claim the place, if nothing is there that counts.
+
+        Raises:
+            LostRaceError: another export has begun there since this one looked.
+        """
+        can_create = self._can.conditional_create
+        weights_go = has_weights(self._plan.names)
+        if has_weights(self._earlier) if weights_go else self._earlier:
+            if self._shards and self._plan.stem == STEM:
+                raise self._lost(min(self._earlier))
+        elif can_create:
+            name = self._claim_name
+            self._written[name] = None
+            self._target({name: None}).put(name, self._nonce)
+            if there := self._present().keys() - {name, *self._earlier}:
+                raise self._lost(min(there))
 
     def _head(self, name: str) -> ObjectMeta | None:
         try:
@@ -512,25 +586,45 @@ class _Export:
             self._write(file)
 
     def _changed(self) -> str | None:
-        """Return what makes weights count and was written since this export began; None if none."""
-        for name in (INDEX, ONE_FILE) if has_weights(self._plan.names) else ():
-            now, earlier = self._head(name), self._earlier.get(name)
-            if (now and now.version) != (earlier and earlier.version):
+        """Return what makes files count and was written since this export began; None if none."""
+        names = self._plan.names
+        for name in (INDEX, ONE_FILE) if has_weights(names) else names[-1:]:
+            if self._is_changed(name, self._head(name)):
                 return name
         return None
+
+    def _is_changed(self, name: str, now: ObjectMeta | None) -> bool:
+        earlier = self._earlier.get(name)
+        return (now and now.version) != (earlier and earlier.version)
 
     def _lost(self, name: str) -> LostRaceError:
         return LostRaceError(
             f"another export has written or removed {name} there meanwhile",
-            advice="export again when none is under way (what this one has written is removed)",
+            advice="export again when none is under way (the weights of this one are removed)",
             url=self._store.url,
         )
 
     def _finish(self, shards: Mapping[str, Version | None]) -> dict[str, int]:
         """Write all other files, now that the shards are there; return the sizes of all files."""
+        *small, last = self._plan.then
+        for file in small:
+            self._write(file)
+        written = {**shards, **self._written}
+        sizes = self._sizes(written)
+        sizes[last.name] = self._write(last)
+        self._settle(last.name, written)
+        return {name: sizes[name] for name in self._plan.names}
+
+    def _sizes(self, written: Mapping[str, Version | None]) -> dict[str, int]:
+        """Return the sizes of files of this export.
+
+        Raises:
+            LostRaceError: one is not as this export has written it.
+            InputError: one of another rank is not there.
+        """
         try:
-            heads = in_waves(self._pinned(shards).head, list(shards))
-            sizes = {meta.key: meta.size_bytes for meta in heads}
+            heads = in_waves(self._pinned(written).head, [*written])
+            return {meta.key: meta.size_bytes for meta in heads}
         except PreconditionFailedError as error:
             raise self._lost(str(error.object_key)) from error
         except ObjectNotFoundError as error:
@@ -541,9 +635,21 @@ class _Export:
                 " ranks need one folder or object store that they share",
                 url=self._store.url,
             ) from error
-        for file in self._plan.then:
-            sizes[file.name] = self._write(file)
-        return {name: sizes[name] for name in self._plan.names}
+
+    def _settle(self, last: str, written: Mapping[str, Version | None]) -> None:
+        """See whether another export has put the other file that makes weights count.
+
+        An index and one file have no condition in common, so both may have been put. Then the index
+        counts, if its shards are there, and this export removes the file.
+
+        Raises:
+            LostRaceError: the file of this export does not count.
+        """
+        if last == ONE_FILE and self._is_changed(INDEX, self._head(INDEX)):
+            raise self._lost(INDEX)
+        if last == INDEX and self._is_changed(ONE_FILE, one := self._head(ONE_FILE)) and one:
+            self._sizes(written)
+            self._earlier[ONE_FILE] = one
 
     def _pinned(self, written: Mapping[str, Version | None]) -> PinnedStore:
         """Return the store, which refuses files that are not as this export has written them."""
@@ -562,7 +668,9 @@ class _Export:
         earlier = self._earlier.get(file.name)
         if earlier is not None and earlier.size_bytes <= _KEPT_MOST_BYTES:
             get = partial(self._store.get, max_size_bytes=_KEPT_MOST_BYTES)
-            self._replaced[file.name], _ = get(file.name)
+            self._replaced[file.name], meta = get(file.name)
+            if not is_same_state(meta.version, earlier.version):
+                raise self._lost(file.name)
         source, tensors = self._plan.source, self._plan.tensors
         self._written[file.name] = None
         plan = plan_parts(file.size_bytes, self._spec.config.part_size_bytes)
@@ -588,9 +696,13 @@ class _Export:
 
             return file.buffers(tensor)
 
+        # No other export has the names of shards.
+        expected: dict[str, Version | None] = {}
+        if file not in self._plan.shards:
+            expected[file.name] = earlier.version if earlier else None
         with ExitStack() as reading:
             uploaded = upload_object(
-                self._store,
+                self._target(expected),
                 file.name,
                 Content(read),
                 plan,
@@ -598,31 +710,39 @@ class _Export:
                 progress=self._progress,
                 most=max(2, COPIED_MOST_BYTES // plan.part_size_bytes),
             )
-        self._written[file.name] = uploaded.version
         return uploaded.size_bytes
+
+    def _target(self, expected: Mapping[str, Version | None]) -> _Target:
+        return _Target(
+            self._store,
+            self._can if expected else self._store.capabilities,
+            expected=expected,
+            written=self._written,
+            clock=Clock.of_job(self._spec.config.stall_timeout_seconds),
+            lost=self._lost,
+        )
 
     def _undo(self, error: BaseException) -> None:
         """Remove what this rank has written and put back what it has replaced, the last first.
 
-        What another export has written since stays. If a rank has died, the first removes its
-        shards; if it was the first, after the end of the export, the export stays.
+        What another export has written since stays. Where one has ended, earlier weights are not
+        put back, and no small file is removed: it may have written the same bytes, which look the
+        same. If a rank has died, the first removes its shards; if it was the first, after the end
+        of the export, the export stays.
         """
         names = [*self._written][::-1]
         if self._group is not None and isinstance(error, RankFailedError):
             if is_first(self._group):
-                names += [name for name in self._plan.names if name not in (*names, *self._earlier)]
+                names += sorted(self._shards - {*names, *self._earlier})
             elif self._changed():
                 return
+        small = {file.name for file in self._plan.then[:-1]}
+        is_lost = type(error) is LostRaceError
         left = []
         for name in names:
-            is_written = self._written.get(name) is not None
+            may_remove, may_put_back = not (is_lost and name in small), not is_lost or name in small
             try:
-                if is_written:
-                    self._pinned(self._written).head(name)
-                if name in self._replaced:
-                    self._store.put(name, self._replaced[name])
-                elif name not in self._earlier:
-                    self._store.delete(name)
+                self._undo_file(name, may_remove=may_remove, may_put_back=may_put_back)
             except (ObjectNotFoundError, PreconditionFailedError):
                 continue
             except DcpObjstoreError:
@@ -630,12 +750,143 @@ class _Export:
         if left:
             error.add_note(f"{', '.join(left)} could not be removed from {self._store.url}")
 
+    def _undo_file(self, name: str, *, may_remove: bool, may_put_back: bool) -> None:
+        """Remove one file, or put back what it has replaced, if it is known to be of this export.
+
+        Raises:
+            ObjectNotFoundError, PreconditionFailedError: it is not there, or is another's.
+        """
+        version = self._written.get(name)
+        if name.endswith(CLAIM_SUFFIX):
+            if self._store.get(name, max_size_bytes=1024)[0] != self._nonce:
+                return
+        elif version is None and name not in self._shards:
+            return
+        self._pinned(self._written).head(name)
+        if name not in self._earlier or not may_put_back:
+            if may_remove:
+                self._store.delete(name)
+        elif name in self._replaced:
+            condition = None
+            if version is not None and self._can.conditional_update:
+                condition = if_version(self._store, version)
+            self._store.put(name, self._replaced[name], precondition=condition)
+
     def _remove_lock(self) -> None:
         if isinstance(self._store, LocalStore):
             self._store.remove_lock()
 
     def _remove_earlier(self) -> None:
-        """Remove the files of an earlier export that were not replaced."""
-        for name in self._earlier.keys() - {*self._plan.names}:
-            self._store.delete(name)
+        """Remove the claim, and the files of an earlier export that were not replaced.
+
+        The index goes first, and nothing goes once there is another index: its shards may be among
+        what this export has taken for leftovers.
+        """
+        if self._claim_name in self._written:
+            self._remove_unchanged(self._claim_name, self._written[self._claim_name])
+        earlier = {name: meta.version for name, meta in self._earlier.items()}
+        index = self._written.get(INDEX, earlier.get(INDEX))
+        for name in sorted(earlier.keys() - {*self._plan.names}, key=lambda name: name != INDEX):
+            now = self._head(INDEX)
+            if now and not (index and is_same_state(now.version, index)):
+                break
+            self._remove_unchanged(name, earlier[name])
         self._remove_lock()
+
+    def _remove_unchanged(self, name: str, version: Version | None) -> None:
+        """Remove a file, unless it is not in this state, as far as that is known."""
+        with suppress(ObjectNotFoundError, PreconditionFailedError):
+            self._pinned({name: version}).head(name)
+            self._store.delete(name)
+
+
+class _Target(WrappedStore):
+    """The folder of an export: notes what is written, and puts a file only where it is as it was.
+
+    Args:
+        inner: the store.
+        can: the conditional writes that it has.
+        expected: the state in which a file must be when it is put in one request; None: it must not
+            be there. Other files are put whatever is there.
+        written: gets the version of each file that arrives.
+        clock: bounds how long a file is put again until it is known whether it arrived.
+        lost: makes the error of a file that was in another state.
+    """
+
+    def __init__(
+        self,
+        inner: ObjectStore,
+        can: Capabilities,
+        *,
+        expected: Mapping[str, Version | None],
+        written: dict[str, Version | None],
+        clock: Clock,
+        lost: Callable[[str], LostRaceError],
+    ) -> None:
+        super().__init__(inner)
+        self._can, self._expected, self._written = can, expected, written
+        self._clock, self._lost = clock, lost
+
+    def put(
+        self,
+        key: str,
+        data: Buffer | Sequence[Buffer],
+        *,
+        precondition: Precondition | None = None,
+        retry: bool = True,
+    ) -> Version:
+        """Write a file in one request.
+
+        Raises:
+            LostRaceError: it is not in the state that was expected.
+            CommitUnknownError: the store did not say in time whether it arrived.
+        """
+        before = self._expected.get(key)
+        fenced = self._can.conditional_create if before is None else self._can.conditional_update
+        if key not in self._expected or not fenced:
+            self._written[key] = super().put(key, data, precondition=precondition, retry=retry)
+            return self._written[key] or Version()
+        body = b"".join(as_buffers(data))
+        outcome = compare_and_swap(
+            self.inner,
+            key,
+            body,
+            before,
+            tries=self._clock.tries(),
+            what=key,
+            read=lambda store: _read(store, key, len(body)),
+            landed=lambda seen: seen == body,
+        )
+        if not outcome.landed:
+            raise self._lost(key)
+        version = outcome.version
+        if key == INDEX and outcome.stored:  # no other has these names in it
+            version = outcome.stored.version
+        self._written[key] = version
+        return version or Version()
+
+    def put_stream(
+        self,
+        key: str,
+        buffers: Iterator[Buffer],
+        *,
+        part_size_bytes: int,
+        max_concurrency: int,
+    ) -> Version:
+        """Write a file in parts, whatever is there."""
+        version = super().put_stream(
+            key, buffers, part_size_bytes=part_size_bytes, max_concurrency=max_concurrency
+        )
+        self._written[key] = version
+        return version
+
+
+def _read(store: ObjectStore, key: str, size_bytes: int) -> Stored[bytes] | None:
+    """Return a file and its state; no bytes of one of another size, and None if there is none."""
+    try:
+        meta = store.head(key)
+        if meta.size_bytes != size_bytes:
+            return Stored(b"", meta)
+        return Stored(*store.get(key, max_size_bytes=size_bytes))
+    except ObjectNotFoundError:
+        return None

@@ -36,8 +36,11 @@ if TYPE_CHECKING:
 STEM = "model"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# What an export creates so that no other one begins there; it removes it at its end.
+CLAIM_SUFFIX = ".claim"
 _WEIGHTS = re.compile(
-    r"model(-[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+    r"model(-[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors"
+    rf"|{re.escape(INDEX)}|{re.escape(ONE_FILE + CLAIM_SUFFIX)}"
 )
 # Shards are not cut smaller than this for the sake of more ranks.
 _LEAST_SHARD_BYTES = 250_000_000

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +18,18 @@ import torch.distributed as dist
 import dcp_objstore as dos
 from dcp_objstore.config import MIB
 from dcp_objstore.convert import export
-from dcp_objstore.errors import InputError, LostRaceError
-from dcp_objstore.stores import open_store
+from dcp_objstore.errors import (
+    DcpObjstoreError,
+    InputError,
+    LostRaceError,
+    StoreUnavailableError,
+)
+from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.threads import spawn
 from tests.support.campaign import cases
 from tests.support.checkpoints import memory_url
 from tests.support.ranks import run_ranks
+from tests.support.wrapped_stores import Request, Through, WatchedStore
 
 INDEX = "model.safetensors.index.json"
 # A shard for each of three tensors; one for two of them and one for the third; one file.
@@ -58,7 +68,7 @@ def names_in(out: str) -> set[str]:
     return {meta.key for meta in open_store(out).list()}
 
 
-WRITE = export._Export._write
+UPLOAD = export.upload_object
 
 
 def at_file(
@@ -68,20 +78,19 @@ def at_file(
     *,
     is_written: bool = False,
 ) -> None:
-    """Call something before the file of this number, from 1, is written, or after that."""
-    names = list[str]()
+    """Call something once, right before the file of this number, from 1, is put, or after that."""
+    numbers = itertools.count(1)
 
-    def write(self: Any, file: Any) -> Any:
-        names.append(file.name)
-        is_it = len(names) == number
+    def upload(*args: Any, **settings: Any) -> Any:
+        is_it = next(numbers) == number
         if is_it and not is_written:
             call()
-        size_bytes = WRITE(self, file)
+        uploaded = UPLOAD(*args, **settings)
         if is_it and is_written:
             call()
-        return size_bytes
+        return uploaded
 
-    monkeypatch.setattr(export._Export, "_write", write)
+    monkeypatch.setattr(export, "upload_object", upload)
 
 
 def interrupt() -> None:
@@ -93,34 +102,219 @@ def new_folder(where: str, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("where", ["file", "memory"])
-@pytest.mark.parametrize("most", [EACH, TWO, ONE])
-@pytest.mark.parametrize("before", cases([1, 2, 3], default=[3]))
+@pytest.mark.parametrize(
+    ("most", "before"),
+    cases(
+        [(EACH, 1), (EACH, 2), (EACH, 3), (EACH, 4), (TWO, 1), (TWO, 2), (TWO, 3), (ONE, 1)],
+        default=[(EACH, 1), (EACH, 4), (ONE, 1)],
+    ),
+)
+@pytest.mark.parametrize("earlier", [False, True])
 def test_an_export_that_ends_meanwhile_stays_whole_and_the_slower_one_fails(
-    mine, other, tmp_path, monkeypatch, *, where, most, before
+    mine, other, tmp_path, monkeypatch, *, where, most, before, earlier
 ):
+    """Whatever the slower one has looked at: the other ends right before a file is put."""
     out = new_folder(where, tmp_path)
-    # In a bucket it replaces what the slower one has written so far.
+    if earlier:
+        to(saved(memory_url(), 3.0), out, TWO)
     at_file(monkeypatch, before, lambda: to(other, out, most, overwrite=True))
     with pytest.raises(LostRaceError, match="another export"):
-        to(mine, out)
+        to(mine, out, most, overwrite=earlier)
     assert numbers_in(out) == {2.0}
-    left = names_in(out)
-    assert len(left) == {EACH: 4, TWO: 3, ONE: 1}[most]
+    assert len(names_in(out)) == {EACH: 4, TWO: 3, ONE: 1}[most]
     to(mine, out, overwrite=True)
     assert numbers_in(out) == {1.0}
 
 
-@pytest.mark.parametrize("where", ["file", "memory"])
-def test_of_two_that_replace_an_earlier_export_the_first_to_end_stays(
-    mine, other, tmp_path, monkeypatch, where
+@pytest.mark.parametrize("most", [EACH, ONE])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_while_one_export_runs_no_other_begins_without_overwrite(
+    mine, other, monkeypatch, *, most, overwrite
 ):
-    out = new_folder(where, tmp_path)
-    to(other, out)
-    at_file(monkeypatch, 2, lambda: to(other, out, overwrite=True))
-    with pytest.raises(LostRaceError):
-        to(mine, out, overwrite=True)
+    out = memory_url()
+
+    def refused() -> None:
+        with pytest.raises(InputError, match="under way"):
+            to(other, out)
+
+    at_file(monkeypatch, 1, refused)
+    to(mine, out, most, overwrite=overwrite)
+    assert numbers_in(out) == {1.0}
+    assert len(names_in(out)) == {EACH: 4, ONE: 1}[most]
+
+
+@pytest.mark.parametrize(("most", "others", "before"), [(EACH, ONE, 4), (ONE, EACH, 1)])
+def test_of_an_index_and_one_file_that_are_both_put_one_counts(
+    mine, other, monkeypatch, *, most, others, before
+):
+    """They have other names, so no condition keeps the second from being put."""
+    out = memory_url()
+    at_file(monkeypatch, before, lambda: to(other, out, others, overwrite=True))
+    with pytest.raises(LostRaceError, match="another export"):
+        to(mine, out, most)
     assert numbers_in(out) == {2.0}
-    assert len(names_in(out)) == 4
+    assert len(names_in(out)) == {EACH: 4, ONE: 1}[others]
+
+
+def test_a_claim_that_a_killed_export_has_left_needs_overwrite_and_goes(mine, tmp_path):
+    for out, last in ((memory_url(), "model.safetensors"), ((tmp_path / "x").as_uri(), "m.pt")):
+        store = open_store(out)
+        store.put(f"{last}.claim", b"of a dead one")
+        target = out if last == "model.safetensors" else f"{out}/{last}"
+        with pytest.raises(InputError, match="has died"):
+            to(mine, target)
+        to(mine, target, ONE, overwrite=True)
+        assert names_in(out) == {last}
+
+
+@pytest.mark.parametrize("kept", [b"another's", b"mine"])
+def test_a_small_file_of_the_export_that_has_won_stays(mine, other, tmp_path, monkeypatch, kept):
+    """Also if it has the same bytes: a store may give both one ETag."""
+    out = memory_url()
+    for name, body in (("mine", b"mine"), ("other", kept)):
+        (tmp_path / f"of-{name}").mkdir()
+        (tmp_path / f"of-{name}" / "config.json").write_bytes(body)
+    files = {name: tmp_path / f"of-{name}" / "config.json" for name in ("mine", "other")}
+    # When mine has put its own, and is about to put its index.
+    at_file(monkeypatch, 5, lambda: to(other, out, overwrite=True, copied_files=files["other"]))
+    with pytest.raises(LostRaceError):
+        to(mine, out, copied_files=files["mine"])
+    assert numbers_in(out) == {2.0}
+    assert open_store(out).get("config.json", max_size_bytes=99)[0] == kept
+
+
+class Turns:
+    """Lets one of two exports make requests at a time, and changes between them by chance.
+
+    Args:
+        draw: what decides; some requests to change something are not answered, or fail.
+        fails: the share of those.
+    """
+
+    def __init__(self, draw: random.Random, fails: float) -> None:
+        self._draw, self._fails = draw, fails
+        self._condition = threading.Condition()
+        self._running = {"mine", "other"}
+        self._turn = draw.choice(["mine", "other"])
+
+    def of(self, store: ObjectStore) -> ObjectStore:
+        """Return the store as an export opens it, in its own thread."""
+        owner = threading.current_thread().name.removeprefix("dcp_objstore-")
+        turns = self
+
+        class Turned(WatchedStore):
+            @contextmanager
+            def _around(self, request: Request) -> Iterator[None]:
+                fault = turns.wait(owner, request)
+                if fault == "before":
+                    raise StoreUnavailableError("fails")
+                yield
+                if fault == "after":
+                    raise StoreUnavailableError("not answered")
+
+        return Turned(store)
+
+    def wait(self, owner: str, request: Request) -> str | None:
+        """Wait for a turn. Nothing comes between a look at a file and its deletion."""
+        (other,) = {"mine", "other"} - {owner}
+        with self._condition:
+            if request.verb != "delete" and self._draw.random() < 0.4:
+                self._turn = other
+                self._condition.notify_all()
+            is_it = partial(self._is_turn_of, owner, other)
+            assert self._condition.wait_for(is_it, 60)
+            if request.verb.startswith("put") and self._draw.random() < self._fails:
+                return self._draw.choice(["before", "after"])
+            return None
+
+    def _is_turn_of(self, owner: str, other: str) -> bool:
+        return self._turn == owner or other not in self._running
+
+    def end(self, owner: str) -> None:
+        with self._condition:
+            self._running.remove(owner)
+            self._condition.notify_all()
+
+
+def race(seed: int, urls: Mapping[str, str], tmp_path: Path, through: Through) -> None:
+    """Two exports to one place, of which those that report success are whole, or the last is."""
+    draw = random.Random(seed)
+    out = memory_url()
+    config = {name: tmp_path / name / "config.json" for name in urls}
+    earlier = draw.choice([None, EACH, TWO, ONE])
+    if earlier is not None:
+        to(urls["earlier"], out, earlier, copied_files=config["earlier"])
+    turns = Turns(draw, fails=draw.choice([0, 0, 0.1]))
+    is_out = [False]
+    through(lambda store: turns.of(store) if is_out[0] and store.url == out else store)
+    ended: dict[str, BaseException | dos.reports.ExportReport] = {}
+
+    def run(name: str, most: int, *, overwrite: bool, copied: list[Path]) -> None:
+        try:
+            ended[name] = dos.export_checkpoint(
+                urls[name],
+                out,
+                max_shard_size_bytes=most,
+                copied_files=copied,
+                overwrite=overwrite,
+                progress=False,
+            )
+        except DcpObjstoreError as error:
+            ended[name] = error
+        finally:
+            turns.end(name)
+
+    is_out[0] = True
+    threads = [
+        threading.Thread(
+            target=run,
+            name=name,
+            args=(name, draw.choice([EACH, TWO, ONE])),
+            kwargs={
+                "overwrite": draw.random() < 0.7,
+                "copied": draw.choice([[], [config[name]]]),
+            },
+        )
+        for name in ("mine", "other")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    is_out[0] = False
+    assert len(ended) == 2
+    whole = {name: one for name, one in ended.items() if not isinstance(one, BaseException)}
+    if not whole:
+        assert earlier is None or numbers_in(out) == {3.0}, ended
+        if earlier is None and all(type(error) is LostRaceError for error in ended.values()):
+            assert names_in(out) <= {"config.json"}, ended
+        return
+    (number,) = numbers_in(out)
+    winner = {1.0: "mine", 2.0: "other"}[number]
+    names = {file.rpartition("/")[2] for file in whole[winner].files}
+    assert names_in(out) >= names
+    assert {name for name in names_in(out) if "safetensors" in name} <= names, ended
+    if "config.json" in names:
+        body, _ = open_store(out).get("config.json", max_size_bytes=99)
+        assert body == config[winner].read_bytes()
+
+
+@pytest.mark.parametrize("first", cases(range(0, 2000, 50), default=[0]))
+def test_of_two_exports_by_chance_each_that_reports_success_is_whole_or_replaced(
+    tmp_path, through, first
+):
+    """`race(seed, ...)` repeats one."""
+    urls = {"mine": saved(memory_url(), 1.0), "other": saved(memory_url(), 2.0)}
+    urls["earlier"] = saved(memory_url(), 3.0)
+    for name in urls:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(name)
+    for seed in range(first, first + 50):
+        try:
+            race(seed, urls, tmp_path, through)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
 
 
 def test_an_export_that_began_among_the_shards_of_another_spoils_none_of_them(
@@ -134,17 +328,17 @@ def test_an_export_that_began_among_the_shards_of_another_spoils_none_of_them(
             to(other, out, overwrite=True)
         ended.set()
 
-    def wait_at_the_last(self: Any, file: Any) -> Any:
-        if threading.current_thread() is not main and file.name == INDEX:
+    def wait_at_the_last(store: Any, name: str, *args: Any, **settings: Any) -> Any:
+        if threading.current_thread() is not main and name == INDEX:
             reached.set()
             assert go_on.wait(120)
-        elif threading.current_thread() is main and file.name == SHARDS[2]:
+        elif threading.current_thread() is main and name == SHARDS[2]:
             spawn(export_slowly, "slow")
             assert reached.wait(120)
-        return WRITE(self, file)
+        return UPLOAD(store, name, *args, **settings)
 
     main = threading.current_thread()
-    monkeypatch.setattr(export._Export, "_write", wait_at_the_last)
+    monkeypatch.setattr(export, "upload_object", wait_at_the_last)
     to(mine, out)
     assert numbers_in(out) == {1.0}
     go_on.set()
@@ -173,20 +367,16 @@ def test_files_of_several_parts_are_known_to_be_the_exports_own(bucket):
 
 
 def lose_a_race(rank: int, world: int, url: str, out: str, options: Mapping[str, Any]) -> str:
-    write = export._Export._write
-
-    def then_another(self: Any, file: Any) -> Any:
-        size_bytes = write(self, file)
+    def then_another(*args: Any, **settings: Any) -> Any:
+        uploaded = UPLOAD(*args, **settings)
         if rank == 1:
             open_store(out, options).put(SHARDS[1], b"of another export")
-        return size_bytes
+        return uploaded
 
-    export._Export._write = then_another  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(export, "upload_object", then_another)
         with pytest.raises(LostRaceError, match="another export") as caught:
             to(url, out, storage_options=options, process_group=dist.group.WORLD)
-    finally:
-        export._Export._write = write  # type: ignore[method-assign]
     return str(caught.value)
 
 
@@ -238,7 +428,7 @@ def test_an_overwrite_that_fails_leaves_the_earlier_export_as_it_was(
             assert names_in(out) == set(before), (number, is_written)
             for name, body in before.items():
                 assert open_store(out).get(name, max_size_bytes=MIB)[0] == body, (name, number)
-    monkeypatch.setattr(export._Export, "_write", WRITE)
+    monkeypatch.setattr(export, "upload_object", UPLOAD)
     to(mine, out, most, copied_files=config, overwrite=True)
     assert numbers_in(out) == {1.0}
 
