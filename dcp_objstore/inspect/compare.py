@@ -93,7 +93,7 @@ class _Digester:
         reduced = reducer(value) if reducer else value.__reduce_ex__(_PROTOCOL)
         if isinstance(reduced, str):  # a constant of a module
             return _hash(reduced, [self.digest(kind)])
-        call, state, items, entries = reduced[:2], *(*reduced[2:5], None, None, None)[:3]
+        call, state, items, entries = reduced[:2], *(*reduced[2:], None, None, None)[:3]
         pairs = [self._joined("entry", entry) for entry in entries or ()]
         if not isinstance(value, OrderedDict):
             pairs.sort()

@@ -82,6 +82,7 @@ PLAIN: list[object] = [
     {"lr": 1e-3, "betas": (0.9, 0.95), 3: None, 2**64 - 1: 0}, collections.OrderedDict(a=1),
     torch.zeros(3), {"t": torch.ones(2, dtype=torch.bfloat16)}, torch.Size([1, 2]), torch.float32,
     torch.device("cpu"), torch.nn.Parameter(torch.zeros(2)), "x" * 100_000,
+    list(torch.zeros(3, 9_000)),  # of one storage
 ]  # fmt: skip
 INERT: list[object] = [
     io.BytesIO(b"ab\xff"), io.BytesIO(), b"", Path("/data"), pathlib.PureWindowsPath("c:/x"),
