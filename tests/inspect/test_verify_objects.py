@@ -83,11 +83,16 @@ def test_damage_of_every_kind_is_found_in_one_go(copied):
     assert "of-rank-1" in next(d.text for d in report.damaged if d.what == "missing")
 
 
-def fails_to_read(name: str, error: BaseException) -> Callable[[ObjectStore], ObjectStore]:
+def fails_to_read(
+    name: str, error: BaseException, before: Callable[[], object] = lambda: None
+) -> Callable[[ObjectStore], ObjectStore]:
     """One object cannot be read any more though it is there when it is asked for."""
 
     def plan(verb: Verb, key: str, _nth: int) -> Fault | None:
-        return Fault("before", error) if (verb, key) == ("open_range", name) else None
+        if (verb, key) != ("open_range", name):
+            return None
+        before()
+        return Fault("before", error)
 
     return lambda store: FaultStore(store, plan)
 
@@ -103,7 +108,10 @@ def test_what_is_no_damage_is_raised(copied, through):
 def test_a_checkpoint_that_is_replaced_meanwhile_is_gone_not_damaged(copied, through):
     ckpt = dos.open(copied.as_uri())
     lost = object_of(copied, 1).name
-    dos.save({"other": seeded("other", (3,))}, copied.as_uri(), overwrite=True, progress=False)
-    through(fails_to_read(lost, ObjectNotFoundError("not there", object_key=lost)))
+
+    def replace() -> None:
+        dos.save({"other": seeded("other", (3,))}, copied.as_uri(), overwrite=True, progress=False)
+
+    through(fails_to_read(lost, ObjectNotFoundError("not there", object_key=lost), replace))
     with pytest.raises(CheckpointGoneError, match="replaced"):
         ckpt.verify()
