@@ -62,8 +62,8 @@ def cut(
     size_bytes = math.prod(shape) * dtype.itemsize
     if not size_bytes:
         return
-    if size_bytes <= most_bytes:
-        yield Slab(key, Box((0,) * len(shape), tuple(shape)), size_bytes)
+    if not shape:
+        yield Slab(key, Box((), ()), size_bytes)
         return
     extent, *rest = shape
     row_bytes = size_bytes // extent

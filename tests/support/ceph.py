@@ -50,7 +50,7 @@ mon max pg per osd = 2000
 mon data avail warn = 1
 mon data avail crit = 1
 osd objectstore = memstore
-memstore device bytes = {memory_bytes}
+memstore device bytes = 6442450944
 osd max object name len = 256
 osd max object namespace len = 64
 keyring = {root}/keyring
@@ -67,13 +67,9 @@ rgw data = {root}/rgw
 
 
 class CephServer:
-    """The gateway, until the `with` block ends. A test that asks for it is skipped without Ceph.
+    """The gateway, until the `with` block ends. A test that asks for it is skipped without Ceph."""
 
-    Args:
-        memory_bytes: the size of the store.
-    """
-
-    def __init__(self, memory_bytes: int = 6 << 30) -> None:
+    def __init__(self) -> None:
         missing = [name for name in _PROGRAMS if shutil.which(name) is None]
         if missing:
             pytest.skip(f"Ceph is not installed here: there is no {missing[0]}")
@@ -81,7 +77,7 @@ class CephServer:
         self.endpoint_url = f"http://127.0.0.1:{_free_port()}"
         self._daemons: list[subprocess.Popen[bytes]] = []
         try:
-            self._start(memory_bytes)
+            self._start()
         except BaseException:
             self.__exit__()
             raise
@@ -103,14 +99,12 @@ class CephServer:
     def version(self) -> str:
         return self._run("radosgw", "--version").split()[2]
 
-    def _start(self, memory_bytes: int) -> None:
+    def _start(self) -> None:
         for name in ("mon", "mgr", "osd", "rgw"):
             (self._root / name).mkdir()
         fsid, keyring = str(uuid4()), str(self._root / "keyring")
         monitor = ",".join(f"v{number}:127.0.0.1:{_free_port()}" for number in (2, 1))
-        settings = _SETTINGS.format(
-            fsid=fsid, monitor=f"[{monitor}]", root=self._root, memory_bytes=memory_bytes
-        )
+        settings = _SETTINGS.format(fsid=fsid, monitor=f"[{monitor}]", root=self._root)
         (self._root / "ceph.conf").write_text(settings)
         for name, rights in (("mon.", ["mon"]), ("client.admin", ["mon", "osd", "mgr"])):
             caps = [word for right in rights for word in ("--cap", right, "allow *")]

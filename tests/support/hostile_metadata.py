@@ -137,6 +137,8 @@ DAMAGED: dict[str, bytes] = {
     "NEWOBJ of a function": of_properties(None, p.name("torch.serialization", "_get_layout")
                                           + p.tupled(p.text("torch.strided")) + p.NEWOBJ),
     "OrderedDict of arguments": p.metadata(p.call("collections", "OrderedDict", p.listed())),
+    "OrderedDict as a new object": p.metadata(
+        p.name("collections", "OrderedDict") + p.EMPTY_TUPLE + p.NEWOBJ),
     "SETITEMS on a class": p.whole(p.name(p.METADATA, "Metadata") + b"(NNu"),
     "APPEND on a class": p.whole(p.name(p.METADATA, "Metadata") + b"Na"),
     "odd SETITEMS": p.whole(b"}(Nu"),
