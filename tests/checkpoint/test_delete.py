@@ -11,6 +11,7 @@ import pytest
 from dcp_objstore.checkpoint import commit as commits, index as ix
 from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.names import (
+    DOT_METADATA_KEY,
     MARKER_KEY,
     data_key,
     is_beacon_key,
@@ -21,6 +22,7 @@ from dcp_objstore.checkpoint.read import open_committed, read_marker
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
+    CheckpointPinnedError,
     LostRaceError,
     RetryableError,
     UnsupportedError,
@@ -89,6 +91,16 @@ def test_what_is_not_there_is_not_deleted(store):
     assert set(store.objects) == {MARKER_KEY}
 
 
+def test_a_pin_that_comes_between_reading_and_deleting_wins(store):
+    save(store)
+    store.on_put = in_turn(MARKER_KEY, lambda _: pin(store, "paper", clock=TickingClock()))
+    with pytest.raises(CheckpointPinnedError, match="paper"):
+        go(store, grace_seconds=0)
+    assert state(store) == "committed"
+    assert DOT_METADATA_KEY in store.objects
+    named(store)
+
+
 def test_a_deletion_that_meets_others_pauses_and_tries_again_if_the_commit_stands(store):
     save(store)
     clock = TickingClock()
@@ -113,6 +125,21 @@ def test_while_it_is_being_deleted_it_is_neither_read_nor_saved_and_anybody_ends
     before = len(store.puts)
     assert go(store).finished
     assert len(store.puts) == before + 1  # the tombstone
+
+
+def test_a_deletion_that_another_deleter_has_ended_meanwhile_changes_nothing_more(store):
+    save(store)
+    bodies: list[bytes] = []
+
+    def delete_first(_: Put) -> None:
+        go(store)
+        bodies.append(store.body(MARKER_KEY))
+
+    store.on_put = in_turn(MARKER_KEY, delete_first)
+    clock = TickingClock()
+    assert not delete(store, clock=clock).superseded
+    assert clock.now == 0
+    assert store.body(MARKER_KEY) == bodies[0]  # so a save that begins on it is not defeated
 
 
 def test_a_deletion_that_others_keep_changing_ends_at_the_deadline(store):
