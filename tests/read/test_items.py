@@ -14,13 +14,21 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 import dcp_objstore as dos
+from dcp_objstore.checkpoint.index import LiteralKey
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     ConfigError,
     StateMismatchError,
     UnsupportedError,
 )
-from dcp_objstore.read.items import IndexItems, ItemLocation, RenamedItems, StockItems, renamed
+from dcp_objstore.read.items import (
+    IndexItems,
+    ItemLocation,
+    RenamedItems,
+    StockItems,
+    renamed,
+    typed_paths,
+)
 from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_stored_checkpoint
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.digests import block_digest
@@ -109,6 +117,18 @@ def test_renamed_items_are_the_same_under_other_keys(opened):
     assert metadata.state_dict_metadata == {name: theirs[key] for name, key in names.items()}
     own.paths = None
     assert RenamedItems(own, [("^a$", "first")]).paths is None
+
+
+def test_a_number_that_was_a_key_of_a_dict_stays_one_unless_its_key_is_renamed():
+    state = {"dict": {3: torch.ones(2)}, "list": [torch.ones(1)], "a": 1}
+    dos.save(state, url := memory_url(), progress=False)
+    own = open_stored_checkpoint(StoreSpec(url)).items
+    assert not isinstance(own, RenamedItems)
+    for items in (own, RenamedItems(own, [("^a$", "b")])):
+        paths = typed_paths(items)
+        assert [type(paths[key][1]) for key in ("dict.3", "list.0")] == [LiteralKey, int]
+    renamed_paths = typed_paths(RenamedItems(own, [("^dict", "new")]))
+    assert renamed_paths == {"new.3": ("new.3",), "list.0": ("list", 0), "a": ("a",)}
 
 
 def test_an_item_of_ours_has_the_digests_of_its_blocks_and_a_bound():

@@ -92,7 +92,8 @@ def test_parameters_without_optimizer_state_are_warned_of_by_the_first_rank(
     caplog, monkeypatch, rank, strict
 ):
     def trained() -> dict[str, Any]:
-        model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
+        idle = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
+        model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": idle})
         optimizer = torch.optim.AdamW(model.parameters())
         model["used"](torch.ones(1, 2)).sum().backward()
         optimizer.step()
@@ -103,7 +104,7 @@ def test_parameters_without_optimizer_state_are_warned_of_by_the_first_rank(
     dos.load(trained(), url, strict=strict, progress=False)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (rank == 0)
-    texts = ["for 2 parameters", "(idle.bias, idle.weight)"]
+    texts = ["for 6 parameters", "(idle.0.bias, ", "idle.2.bias and 1 more)"]
     assert all(text in line for line in said for text in texts)
 
 

@@ -219,8 +219,9 @@ def test_all_destinations_of_another_dtype_are_named_where_that_is_an_error():
     assert "\n  a: saved as float32" in str(caught.value)
     assert "\n  c: saved as float32" in str(caught.value)
     assert not any(half.any() for half in halves)
-    with pytest.warns(UserWarning, match="a: saved as float32"):
+    with pytest.warns(UserWarning, match="a: saved as float32") as warned:
         load(store, plan_load(checkpoint, items, verify=True), destinations)
+    assert len(warned) == 1
     assert all(half.all() for half in halves)
 
 
