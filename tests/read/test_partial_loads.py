@@ -98,6 +98,9 @@ def test_of_many_names_the_end_counts_as_much_as_the_start():
 def test_of_names_with_a_prefix_more_or_less_the_shortest_prefix_is_named_first():
     saved = ["ema.module.model.head.weight", "model.head.weight", "x.model.head.weight", "weight"]
     assert nearest("head.weight", saved) == ["weight", "model.head.weight", "x.model.head.weight"]
+    # Also where the rest is so long that nothing else is alike.
+    assert nearest("w", ["encoder.layers.0.w", "b"]) == ["encoder.layers.0.w"]
+    assert nearest("encoder.layers.0.w", ["w", "b"]) == ["w"]
     # After them come those that are merely alike.
     saved = ["weight", "head.weight", "model.bed.weight", "model.head.weights"]
     assert nearest("model.head.weight", saved) == ["head.weight", "weight", "model.head.weights"]
