@@ -198,6 +198,25 @@ def test_account_and_endpoint_come_from_wherever_they_are_named(no_azure, monkey
 
 
 @pytest.mark.parametrize(
+    ("variable", "kind"),
+    [
+        ("AZURE_STORAGE_TOKEN", "token"),
+        ("AZURE_STORAGE_ACCOUNT_KEY", "access_key"),
+        ("AZURE_STORAGE_ACCESS_KEY", "access_key"),
+        ("AZURE_STORAGE_MASTER_KEY", "access_key"),
+        ("AZURE_STORAGE_SAS_TOKEN", "sas_token"),
+        ("AZURE_STORAGE_SAS_KEY", "sas_token"),
+    ],
+)
+def test_each_variable_that_holds_a_secret_is_enough(no_azure, monkeypatch, variable, kind):
+    monkeypatch.setenv(variable, "?what-it-holds")
+    found = find_azure_credentials(parse(AzureOptions, {"account_name": "a"}))
+    assert found.source == f"{variable} in the environment"
+    assert found.provider is not None
+    assert found.provider() == {kind: "what-it-holds", "expires_at": None}
+
+
+@pytest.mark.parametrize(
     "variables",
     [
         ["AZURE_STORAGE_CLIENT_ID", "AZURE_STORAGE_CLIENT_SECRET", "AZURE_STORAGE_TENANT_ID"],

@@ -6,8 +6,9 @@ import gc
 import os
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import boto3
@@ -177,16 +178,25 @@ def test_a_part_that_fails_ends_the_upload_and_lets_go_of_the_memory(bucket):
     assert len(alive) <= 1, "the error holds what it was about"
 
 
+class Unchecked:
+    beginning: ClassVar[dict[str, str]] = {}
+
+    def of(self, part: object) -> dict[str, str]:
+        return {}
+
+
+def upload_by(send: Callable[..., Any], threads: int = 2) -> MultipartUpload:
+    """An upload whose requests `send` answers; a part is known by its bytes."""
+    target = {"Bucket": "b", "Key": "k"}
+    upload = MultipartUpload(send, target, {}, Unchecked(), threads)  # type: ignore[arg-type]
+    upload.create()
+    return upload
+
+
 def test_the_store_is_told_to_abort_once_no_part_is_under_way():
     """A part that arrived after the abort would stay, and nobody would know of it."""
     begun, aborted = threading.Event(), threading.Event()
     sent: list[str] = []
-
-    class Unchecked:
-        beginning: ClassVar[dict[str, str]] = {}
-
-        def of(self, part: object) -> dict[str, str]:
-            return {}
 
     def send(verb: str, _arguments: object, *, body: object = None, **_: Any) -> Any:
         if verb == "upload_part":
@@ -197,12 +207,59 @@ def test_the_store_is_told_to_abort_once_no_part_is_under_way():
             aborted.set()
         return {"UploadId": "u", "ETag": "e"}
 
-    upload = MultipartUpload(send, {"Bucket": "b", "Key": "k"}, {}, Unchecked(), 2)  # type: ignore[arg-type]
-    upload.create()
+    upload = upload_by(send)
     upload.send([memoryview(b"x")])
     assert begun.wait(30)
     assert upload.abort()
     assert sent == ["create_multipart_upload", "upload_part", "abort_multipart_upload"]
+
+
+@pytest.mark.parametrize("ends_by", ["an abort", "another part"])
+def test_a_part_under_way_ends_when_its_upload_does(ends_by):
+    begun, ended = threading.Event(), list[bytes]()
+
+    def send(verb: str, _: object, *, body: Any = (), check: Any = None, **__: Any) -> Any:
+        part = b"".join(body)
+        if part == b"endless":
+            begun.set()
+            for _ in range(500):
+                check()
+                time.sleep(0.01)
+        if part == b"failing":
+            assert begun.wait(30)
+            raise OSError("the first")
+        ended.append(part)
+        return {"UploadId": "u", "ETag": "e"}
+
+    upload = upload_by(send)
+    upload.send([memoryview(b"endless")])
+    assert begun.wait(30)
+    if ends_by == "another part":
+        upload.send([memoryview(b"failing")])
+        with pytest.raises(OSError, match="the first"):
+            upload.wait()
+    assert upload.abort()
+    assert b"endless" not in ended
+
+
+def test_parts_are_listed_in_their_order_whichever_ends_first():
+    done = [threading.Event() for _ in range(3)]
+    listed: list[int] = []
+
+    def send(verb: str, arguments: Any, *, body: Any = (), **_: Any) -> Any:
+        if verb == "upload_part":  # the last one first
+            number = arguments["PartNumber"]
+            assert number == 3 or done[number].wait(30)
+            done[number - 1].set()
+        if verb == "complete_multipart_upload":
+            listed.extend(part["PartNumber"] for part in arguments["MultipartUpload"]["Parts"])
+        return {"UploadId": "u", "ETag": "e"}
+
+    upload = upload_by(send, threads=3)
+    for _ in done:
+        upload.send([memoryview(b"x")])
+    upload.complete()
+    assert listed == [1, 2, 3]
 
 
 @pytest.mark.backends("seaweed", "moto")
@@ -236,9 +293,3 @@ def test_buffers_are_sent_as_they_lie_in_memory():
     body.seek(101)
     assert body.read() == bytes([1, 2, 3, 4])
     assert body.read() == body.read(7) == b""
-
-
-# --- forked children
-
-
-# --- which transport

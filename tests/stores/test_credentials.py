@@ -11,13 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from obstore.exceptions import GenericError
 
 import dcp_objstore as dos
 from dcp_objstore.errors import ConfigError, CredentialsError
 from dcp_objstore.stores import StoreSpec, open_store
+from dcp_objstore.stores.credentials import Credentials
 from dcp_objstore.stores.gcs.credentials import find_gcs_credentials
 from dcp_objstore.stores.gcs.options import GcsOptions
+from dcp_objstore.stores.obstore.clients import Clients
+from dcp_objstore.stores.obstore.direct import SignedGet
+from dcp_objstore.stores.obstore.factory import ClientFactory
 from dcp_objstore.stores.options import parse
+from dcp_objstore.stores.urls import parse_url
 from tests.support.proxy import Asked
 from tests.support.scripted import Answer, ScriptedServer, fault_answer
 from tests.support.servers import Bucket, MotoServer
@@ -417,6 +423,29 @@ def test_keys_that_expire_in_the_middle_of_a_save_are_renewed(bucket, monkeypatc
     assert len(server.used) > saved_with
     assert server.expired == 0
     assert bucket.uploads() == []
+
+
+def test_of_requests_that_are_refused_together_one_renews_what_all_of_them_use():
+    renewed: list[int] = []
+    credentials = Credentials("a place", renew=lambda: renewed.append(len(uses)))
+    factory = ClientFactory(lambda *_: object(), sign=lambda _, key: SignedGet(key))
+    clients = Clients(
+        parse_url("s3://bucket"), factory, dos.TransferConfig(), credentials=credentials
+    )
+    first, lane, uses = clients.get("read"), clients.lane, list[object]()
+    expired = GenericError("status code: 400 <Error><Code>ExpiredToken</Code></Error>")
+
+    def refused_at_first() -> str:
+        uses.append(clients.get("read"))
+        if len(uses) == 1:
+            clients.renew(expired)  # that of another request, meanwhile
+            raise expired
+        return "answer"
+
+    assert clients.fresh(refused_at_first) == "answer"
+    assert renewed == [1]
+    assert uses[1] is not first
+    assert clients.lane is not lane
 
 
 def test_a_credential_process_that_fails_is_an_error_about_credentials(monkeypatch, tmp_path):

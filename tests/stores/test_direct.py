@@ -22,7 +22,7 @@ import pytest
 
 from dcp_objstore.errors import ConfigError, CorruptDataError, InputError, ObjectNotFoundError
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.obstore import direct
+from dcp_objstore.stores.obstore import direct, tls
 from dcp_objstore.stores.obstore.direct import (
     WORTHWHILE_BYTES,
     DirectAnswer,
@@ -213,6 +213,13 @@ def test_one_call_receives_many_records_and_waits_for_no_more_than_come(
     assert all(asked == came for asked, came in waits)
     if how == "right":
         assert len(calls) < len(BODY) // 16384, "handshake and head included"
+
+
+@pytest.mark.parametrize(("processors", "turns"), [(1, 1), (2, 1), (3, 1), (4, 2), (16, 8)])
+def test_one_thread_decrypts_at_a_time_on_each_two_processors(monkeypatch, processors, turns):
+    monkeypatch.setattr(tls, "processors", lambda: processors)
+    free = tls.new_turns()
+    assert [free.acquire(blocking=False) for _ in range(turns + 1)] == [True] * turns + [False]
 
 
 def test_a_thread_that_waits_for_a_server_lets_others_decrypt(certificate, make_lane, monkeypatch):

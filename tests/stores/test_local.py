@@ -30,8 +30,10 @@ from dcp_objstore.errors import (
     PreconditionFailedError,
     StoreFullError,
     StoreUnavailableError,
+    UnsupportedError,
 )
 from dcp_objstore.stores import IfAbsent, IfVersion, ObjectStore, StoreSpec, local, open_store
+from dcp_objstore.stores.protocol import CopySource
 from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.stores.spec import open_uploads
 from tests.contract import keys, read
@@ -109,6 +111,51 @@ def test_what_is_neither_a_file_nor_a_folder_is_no_object(store, root):
     for look in (store.head, partial(read, store), lambda key: read_range(store, key, 0, 1)):
         with pytest.raises(ObjectNotFoundError):
             look("pipe")
+
+
+def test_an_upload_that_ends_while_it_is_listed_or_aborted_is_no_error(root, monkeypatch):
+    root.mkdir()
+    there, gone = (root / f".dcp-objstore.tmp.0.{name}" for name in ("there", "gone"))
+    there.write_bytes(b"123")
+    monkeypatch.setattr(Path, "rglob", lambda *_: [gone, there])
+    uploads = open_uploads(StoreSpec(f"file://{root}"))
+    (one,) = uploads.list()
+    assert (one.key, one.size_bytes) == ("there", 3)
+    uploads.abort(one)
+    uploads.abort(one)
+    assert names(root) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "numbers"),
+    [
+        ("copy_file_range", [errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP]),
+        ("link", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK]),
+    ],
+)
+def test_a_call_that_a_file_system_does_not_have_is_told_from_one_that_fails(
+    store, root, monkeypatch, call, numbers
+):
+    def refuse(number: int, *_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    source = CopySource(f"file://{root}/from", 0, 4, store.put("from", b"data"))
+    for number in [*numbers, errno.EIO]:
+        monkeypatch.setattr(os, call, partial(refuse, number))
+        is_missing = number in numbers
+        if call == "copy_file_range":
+            with pytest.raises(UnsupportedError if is_missing else StoreUnavailableError):
+                store.copy(
+                    "k", [source], part_size_bytes=9, max_concurrency=1, moved=lambda _: None
+                )
+        elif is_missing:
+            store.put("k", b"created", precondition=IfAbsent())
+            store.delete("k")
+        else:
+            with pytest.raises(StoreUnavailableError):
+                store.put("k", b"created", precondition=IfAbsent())
+        assert keys(store) == ["from"]
+        assert not [name for name in names(root) if "tmp" in name]
 
 
 @pytest.mark.parametrize("transport", ["native", "fsspec"])

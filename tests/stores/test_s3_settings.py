@@ -350,6 +350,7 @@ def test_the_environment_seals_pays_and_checks_over_every_transport(bucket, monk
         ("AWS_SERVER_SIDE_ENCRYPTION", "sse-c"),
         ("AWS_SSE_KMS_KEY_ID", "key-1"),
         ("AWS_SSE_BUCKET_KEY_ENABLED", "perhaps"),
+        ("AWS_SSE_BUCKET_KEY_ENABLED", "true"),
     ],
 )
 @ALL

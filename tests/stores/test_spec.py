@@ -113,6 +113,24 @@ def test_clients_are_shared_by_specs_that_agree(no_aws):
     assert clients(spec) is not clients(StoreSpec("s3://bucket/x", OPTIONS, patient))
 
 
+@pytest.mark.parametrize(
+    ("url", "parent", "name"),
+    [
+        ("s3://bucket/run/step-1", "s3://bucket/run", "step-1"),
+        ("s3://bucket/run", "s3://bucket", "run"),
+        ("s3://bucket", None, ""),
+        ("file:///run/step-1", "file:///run", "step-1"),
+        ("file:///run", None, ""),
+        ("memory://name/x", "memory://name", "x"),
+        ("memory://name", None, ""),
+    ],
+)
+def test_the_parent_of_a_prefix_and_its_name_lead_back_to_it(url, parent, name):
+    spec = StoreSpec(url)
+    assert spec.parent() == (parent and StoreSpec(parent), name)
+    assert (spec.parent()[0] or spec).child(name) == spec
+
+
 def test_the_clients_that_were_not_used_for_longest_make_way_for_others():
     def clients(number: int) -> object:
         return open_store(f"memory://way-{number}")._clients  # type: ignore[attr-defined]

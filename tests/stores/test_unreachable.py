@@ -312,6 +312,16 @@ LISTING = b"""<ListBucketResult><Name>bucket</Name><KeyCount>1</KeyCount><MaxKey
 <LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents></ListBucketResult>"""
 
 
+@pytest.mark.parametrize("transport", ["native", "boto3", "fsspec"])
+def test_a_key_outside_of_what_was_asked_for_is_no_answer(transport):
+    elsewhere = LISTING.replace(b"run/k", b"other/k")
+    answer = Answer(200, {"Content-Type": "application/xml"}, elsewhere)
+    with Scripted(lambda *_: answer) as server:
+        listed = server.store(transport=transport).list()
+        with pytest.raises(StoreUnavailableError, match="other/k"):
+            list(listed)
+
+
 @pytest.mark.parametrize("body", [PAGE, b""])
 @pytest.mark.parametrize("transport", ["native", "boto3", "fsspec"])
 def test_a_page_in_place_of_one_listing_is_not_believed(transport, body):

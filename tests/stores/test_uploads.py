@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.doctor.access import covering_days, lifecycle_configuration
 from dcp_objstore.errors import (
+    BucketNotFoundError,
     PermissionDeniedError,
     UnsupportedError,
 )
@@ -38,6 +40,40 @@ def test_uploads_are_listed_with_their_bytes_and_aborted(bucket):
     below.abort(one)  # somebody else may have been quicker
     assert below.list() == []
     assert bucket.uploads() == [f"{bucket.prefix}step-10/other #1"]
+
+
+LISTED = b"""<ListMultipartUploadsResult><IsTruncated>false</IsTruncated>
+<Upload><Key>run/k</Key><UploadId>u</UploadId><Initiated>2026-01-01T00:00:00Z</Initiated></Upload>
+<Upload><Key>other/k</Key><UploadId>v</UploadId><Initiated>2026-01-01T00:00:00Z</Initiated></Upload>
+</ListMultipartUploadsResult>"""
+
+
+def test_an_upload_that_ends_meanwhile_is_no_error_and_what_is_refused_is_one():
+    """The server looks at no prefix, and each request names who pays."""
+
+    def answer(method: str, target: str, _nth: int) -> tuple[int, dict[str, str], bytes]:
+        if "uploads" in target:
+            return 200, {"Content-Type": "application/xml"}, LISTED
+        status, code = wrong
+        return status, {}, f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode()
+
+    with Scripted(answer) as scripted:
+        uploads = open_uploads(scripted.spec(requester_pays=True))
+        wrong = (404, "NoSuchUpload")
+        (one,) = uploads.list()
+        assert (one.key, one.upload_id, one.size_bytes) == ("k", "u", 0)
+        uploads.abort(one)
+        assert [method for method, *_ in scripted.requests] == ["GET", "GET", "DELETE"]
+        assert all("requester" in headers.values() for _, _, headers in scripted.requests)
+        for answered, expected in (
+            ((403, "AccessDenied"), PermissionDeniedError),
+            ((404, "NoSuchBucket"), BucketNotFoundError),
+        ):
+            wrong = answered
+            for ask in (uploads.list, partial(uploads.abort, one)):
+                with pytest.raises(expected) as caught:
+                    ask()
+                assert caught.value.url == "s3://bucket/run"
 
 
 def test_stores_that_have_none_say_so(monkeypatch):

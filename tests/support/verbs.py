@@ -50,6 +50,7 @@ ANSWERS: list[tuple[int, str, type[DcpObjstoreError]]] = [
     (404, "NoSuchBucket", BucketNotFoundError),
     (400, "InvalidArgument", InputError),
     (400, "RequestTimeout", StoreUnavailableError),
+    (408, "", StoreUnavailableError),
     (412, "PreconditionFailed", PreconditionFailedError),
     (409, "OperationAborted", StoreUnavailableError),
     (416, "InvalidRange", CorruptDataError),

@@ -402,7 +402,7 @@ def _version(answer: Any) -> Version:
 
 def _mode(precondition: Precondition | None, scheme: str) -> Any:
     if precondition is None:
-        return "overwrite"
+        return None  # obstore overwrites
     if isinstance(precondition, IfAbsent):
         return "create"
     token = precondition.version

@@ -16,10 +16,19 @@ from dcp_objstore.forking import PerProcess
 _RECEIVED_BYTES = 256 * 1024
 # RFC 5246, section 6.2.3: 16 KiB, 2 KiB of expansion, and the head. TLS 1.3 has less.
 _MOST_RECORD_BYTES = 16384 + 2048 + 5
-# Python's `ssl` gives the GIL away and takes it back for each record. Threads that decrypt at the
-# same time wait for one another each time, which costs as much as decrypting. So they take turns,
-# and a thread that waits for the server lets the next one go on.
-_turns = PerProcess(lambda: threading.Semaphore(max(1, processors() // 2)))
+
+
+def new_turns() -> threading.Semaphore:
+    """Return the turns of threads that decrypt: one at a time for each two processors.
+
+    Python's `ssl` gives the GIL away and takes it back for each record. Threads that decrypt at the
+    same time wait for one another each time, which costs as much as decrypting. So they take turns,
+    and a thread that waits for the server lets the next one go on.
+    """
+    return threading.Semaphore(max(1, processors() // 2))
+
+
+_turns = PerProcess(new_turns)
 
 
 class TlsSocket(socket.socket):
