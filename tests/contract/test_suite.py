@@ -6,6 +6,7 @@ import importlib
 import secrets
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -153,8 +154,8 @@ def call(name: str, store: Any) -> None:
         "crowd": store,
     }
     if name == "test_a_listing_longer_than_a_page_is_whole":
-        for key in CROWD:
-            store.put(key, b"")
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda key: store.put(key, b""), CROWD))
     code = test.__func__.__code__  # type: ignore[attr-defined]
     wanted = code.co_varnames[1 : code.co_argcount]
     test(**{argument: given[argument] for argument in wanted})

@@ -15,11 +15,12 @@ from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ObjectNotFoundError, StoreUnavailableError, UnsupportedError
 from dcp_objstore.stores import ObjectStore, Precondition, open_store
 from dcp_objstore.stores.protocol import Capabilities
-from tests.contract import SMALL_CROWD, BucketContract, StoreContract
+from tests.contract import SMALL_CROWD, BucketContract, StoreContract, keys
 from tests.contract.buckets import S3_LACKS
 from tests.support.side_doors import FolderDoor, SideDoor
 from tests.support.wrapped_stores import FaultStore, RecordingStore
 
+TRANSPORTS = ("native", "boto3", "fsspec")
 ONCE = TransferConfig(max_retries=0, connect_timeout_seconds=5, request_timeout_seconds=20)
 
 
@@ -125,18 +126,20 @@ class TestWrapped(StoreContract):
 
 
 @pytest.mark.backends("seaweed")
-@pytest.mark.parametrize("transport", ["native", "boto3", "fsspec"])
-def test_a_run_in_a_folder_that_a_console_has_made_is_like_any_other(bucket, transport):
-    options = {**bucket.storage_options, "transport": transport}
+def test_a_run_in_a_folder_that_a_console_has_made_is_like_any_other(bucket):
+    options = bucket.storage_options
     url = bucket.at("run")
     bucket.put("run/", b"")
-    store = open_store(url, options)
-    assert list(store.list()) == []
+    over = [open_store(url, {**options, "transport": name}) for name in TRANSPORTS]
+    assert [list(store.list()) for store in over] == [[], [], []]
     with dos.CheckpointManager(url, storage_options=options) as run:
         assert run.load({"w": torch.zeros(2)}) is None
         run.save(1, {"w": torch.ones(2)})
     bucket.put("run/step-1/", b"")
     assert [step.name for step in dos.steps(url, storage_options=options)] == ["step-1"]
-    assert all(meta.key.startswith("step-1/") for meta in store.list("step-1/"))
+    step, *others = (keys(store, "step-1/") for store in over)
+    assert others == [step, step]
+    assert "step-1/_COMMIT" in step
+    assert not {"step-1", "step-1/"} & {*step}
     dos.sweep(url, storage_options=options)
     assert {"run/", "run/step-1/"} <= {*bucket.keys()}

@@ -393,12 +393,11 @@ def short_lived_profile(folder: Path, endpoint_url: str) -> dict[str, str]:
     """The environment of a profile whose `credential_process` gives other keys at every call."""
     script = folder / "keys"
     script.write_text(
-        f"#!{sys.executable}\n"
-        "import datetime, json, secrets\n"
-        "until = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=1)\n"
-        "print(json.dumps({'Version': 1, 'AccessKeyId': 'ASIA' + secrets.token_hex(8),"
-        " 'SecretAccessKey': secrets.token_hex(16), 'SessionToken': secrets.token_hex(16),"
-        " 'Expiration': until.isoformat()}))\n"
+        f"#!{sys.executable} -SE\n"  # starts in a third of the time
+        "import time\n"
+        "until = time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(time.time() + 1))\n"
+        'print(\'{"Version": 1, "AccessKeyId": "ASIA%d", "SecretAccessKey": "s",\'\n'
+        '      \' "SessionToken": "t", "Expiration": "%s"}\' % (time.time_ns(), until))\n'
     )
     script.chmod(0o700)
     (folder / "config").write_text(

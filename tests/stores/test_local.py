@@ -32,6 +32,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
+from dcp_objstore.run.sweep import sweep
 from dcp_objstore.stores import IfAbsent, IfVersion, ObjectStore, StoreSpec, local, open_store
 from dcp_objstore.stores.protocol import CopySource
 from dcp_objstore.stores.ranges import read_range
@@ -252,7 +253,7 @@ def _race(spec: StoreSpec, barrier: Barrier, rounds: int, told: Connection) -> N
 def test_of_creators_in_many_processes_one_wins_and_all_updates_count(store, root):
     rounds, racers = 40, 3
     store.put("counter", b"0")
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     barrier = context.Barrier(racers)
     ours, theirs = context.Pipe()
     given = (StoreSpec(f"file://{root}"), barrier, rounds, theirs)
@@ -298,8 +299,6 @@ def _stream_for_ever(spec: StoreSpec, key: str, half: Connection) -> None:
 
 @pytest.mark.parametrize("where", ["in a stream", "under the lock"])
 def test_a_killed_writer_leaves_the_old_object_and_what_a_sweep_removes(root, where):
-    from dcp_objstore.run.sweep import sweep  # with torch, which the children do without
-
     spec = StoreSpec(f"file://{root}/run")
     store = spec.at(f"{spec.url}/step-1").open()
     key = data_key(0, 0, new_nonce())
@@ -307,7 +306,7 @@ def test_a_killed_writer_leaves_the_old_object_and_what_a_sweep_removes(root, wh
         store.put(name, b"old")
         ours, theirs = multiprocessing.Pipe()
         target = _stream_for_ever if where == "in a stream" else _replace_for_ever
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("fork")
         child = context.Process(target=target, args=(spec.at(store.url), name, theirs))
         child.start()
         theirs.close()

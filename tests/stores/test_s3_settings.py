@@ -46,7 +46,7 @@ def choice(chosen: tuple[str, str]) -> dict[str, object]:
 TRANSPORTS = pytest.mark.parametrize("transport", ["native", "boto3", "fsspec"])
 
 
-@pytest.mark.backends("moto")
+@pytest.mark.backends("seaweed")
 @TRANSPORTS
 def test_without_settings_a_compatible_server_gets_plain_unsigned_bodies(bucket, transport):
     found = requests_of(bucket, {"transport": transport})
