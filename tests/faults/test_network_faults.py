@@ -47,7 +47,7 @@ PART_SIZE_BYTES = 5 * MIB
 SOON_SECONDS = 90.0
 PATIENT = dos.TransferConfig(part_size_bytes=PART_SIZE_BYTES, request_size_bytes=4 * MIB)
 # Of the rank that is stalled alone: on a busy machine, another one may move nothing for so long.
-IMPATIENT = replace(PATIENT, stall_timeout_seconds=3.0)
+IMPATIENT = replace(PATIENT, stall_timeout_seconds=1.5)
 
 
 def save(

@@ -324,6 +324,21 @@ def test_a_slow_callback_delays_no_part(monkeypatch):
     assert all(waited)
 
 
+def test_a_listener_that_fails_at_the_end_harms_no_other(caplog):
+    """Such as a progress bar whose terminal has gone."""
+    channel, flushed = Channel("load", "memory://x"), []
+
+    def fail() -> None:
+        raise ValueError("I/O operation on closed file")
+
+    channel.add(lambda _: None, "the progress bar", detailed=True, flush=fail)
+    channel.add(lambda _: None, "trace", detailed=True, flush=lambda: flushed.append(True))
+    with channel.watching():
+        pass
+    assert flushed
+    assert "the progress bar failed; the load goes on" in caplog.text
+
+
 @pytest.mark.parametrize("wrong", [{"on_event": 3}, {"trace": "s3://b/t.json"}, {"trace": "{x}"}])
 def test_wrong_listeners_are_refused_before_anything_is_saved(wrong):
     url = memory_url()

@@ -101,6 +101,15 @@ def test_a_few_steps_are_deleted_after_a_commit_and_pinned_ones_do_not_take_thei
     assert left == [[1, 4, 5, 6], [1, 6], [1, 6]]
 
 
+def test_a_step_that_somebody_took_the_index_of_displaces_none_that_is_whole(url):
+    save_each(url, 1, 2, 3)
+    store = StoreSpec(f"{url}/step-2").open()
+    (index,) = (meta.key for meta in store.list() if meta.key.startswith("index."))
+    store.delete(index)
+    retainer(url, dos.KeepLatest(2)).committed(3)
+    assert "step-1" in names(url)
+
+
 def test_retention_reads_no_marker_twice(url, requests):
     keeps = retainer(url, dos.KeepLatest(9))
     read = []

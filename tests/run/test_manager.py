@@ -386,6 +386,15 @@ def test_a_save_whose_commit_was_never_answered_is_made_again(url, monkeypatch):
 # --- how it ends
 
 
+@pytest.mark.parametrize("other", [7, 10, 12])
+def test_the_last_step_is_saved_at_the_end_though_an_earlier_one_was_saved_after_it(url, other):
+    """A state that was kept, such as the best one. A later step is beyond the last one."""
+    with dos.CheckpointManager(url, sweep=False) as run:
+        run.step(10, state(10))
+        run.save(other, state(other))
+    assert names(url) == [f"step-{step}" for step in sorted({other, max(10, other)})]
+
+
 def test_a_manager_that_was_not_used_closes_without_a_request(url, requests):
     run = dos.CheckpointManager(url)
     for _ in range(2):
