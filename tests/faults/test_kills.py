@@ -3,6 +3,8 @@
 Two ranks save one step after the other; one of them, or both, are killed by SIGKILL at a moment
 that the seed says; then a job of another size resumes and saves on. Which phase of the save the
 kill fell into is told by what it left in the bucket, and the kills must fall into all of them.
+Every second job has copies on its node, so that the next one fetches nothing of its newest save;
+some nodes are lost with theirs.
 
     pytest tests/faults/test_kills.py -m campaign -n 0 -s     # 500 kills; -k batch-3: a tenth
 """
@@ -11,10 +13,12 @@ from __future__ import annotations
 
 import random
 import re
+import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,21 +73,23 @@ def weights_of(step: int, rows: int) -> torch.Tensor:
     return (torch.arange(rows * 64) + (step << 32)).view(rows, 64)
 
 
-def step_in(url: str, options: Options) -> int:
-    """Loads a checkpoint with all ranks; of which step every element of this rank is."""
+def step_in(url: str, options: Options, local: str | None) -> tuple[int, int]:
+    """Loads a checkpoint with all ranks; of which step all of this rank is, and what it fetched."""
     rows = dos.open(url, storage_options=options)["weights"].shape[0]
     state = state_of(0, rows)
-    dos.load(state, url, storage_options=options, progress=False)
+    report = dos.load(state, url, storage_options=options, local=local, progress=False)
     step: int = state["step"]
     weights = state["weights"]
     assert isinstance(weights, DTensor)
     own = own_part(weights_of(step, rows), weights)
     assert same_bits(weights.to_local(), own.contiguous()), f"torn: weights are not of step {step}"
     assert state["bias"].eq(step).all(), f"torn: bias is not of step {step}"
-    return step
+    return step, report.fetched_bytes
 
 
-def save_on_and_on(rank: int, world_size: int, run: str, options: Options, seed: int) -> None:
+def save_on_and_on(
+    rank: int, world_size: int, run: str, options: Options, local: str | None, seed: int
+) -> None:
     """To the same URL or to a new one, in the foreground or in the background."""
     rng = random.Random(seed)  # the same on every rank
     for step in range(1, MOST_SAVES):
@@ -93,6 +99,7 @@ def save_on_and_on(rank: int, world_size: int, run: str, options: Options, seed:
         settings: Any = {
             "storage_options": options,
             "config": CONFIG,
+            "local": local,
             "overwrite": how == "same",
             "user_metadata": {"step": step},
             "progress": False,
@@ -110,13 +117,21 @@ def save_on_and_on(rank: int, world_size: int, run: str, options: Options, seed:
 
 
 def resume(
-    rank: int, world_size: int, urls: list[str], torn_url: str, step: int, options: Options
-) -> tuple[dict[str, int], int]:
-    """The steps that are there; and that of a save to where the killed one was under way."""
-    found = {url: step_in(url, options) for url in urls}
+    rank: int,
+    world_size: int,
+    urls: list[str],
+    torn_url: str,
+    step: int,
+    options: Options,
+    local: str | None,
+) -> tuple[dict[str, int], int, dict[str, int]]:
+    """The steps that are there; that of a save to where the killed one was; what was fetched."""
+    loaded = {url: step_in(url, options, local) for url in urls}
     state = state_of(step, SMALL_ROWS)
-    dos.save(state, torn_url, storage_options=options, overwrite=True, progress=False)
-    return found, step_in(torn_url, options)
+    dos.save(state, torn_url, storage_options=options, local=local, overwrite=True, progress=False)
+    found = {url: step for url, (step, _) in loaded.items()}
+    fetched = {url: fetched_bytes for url, (_, fetched_bytes) in loaded.items()}
+    return found, step_in(torn_url, options, local)[0], fetched
 
 
 # --- the kill
@@ -162,7 +177,9 @@ def take_aim(rng: random.Random) -> Aim:
     return Aim(ranks, kind, rng.randint(1, 5), delay, unsent)
 
 
-def kill_one(crew: Ranks, proxy: NetworkProxy, run: str, seed: int, aim: Aim) -> Job:
+def kill_one(
+    crew: Ranks, proxy: NetworkProxy, run: str, local: str | None, seed: int, aim: Aim
+) -> Job:
     jobs: list[Job] = []
     count = 0
 
@@ -178,7 +195,7 @@ def kill_one(crew: Ranks, proxy: NetworkProxy, run: str, seed: int, aim: Aim) ->
         return None
 
     proxy.plan = plan
-    jobs.append(crew.start(2, save_on_and_on, run, proxy.storage_options, seed))
+    jobs.append(crew.start(2, save_on_and_on, run, proxy.storage_options, local, seed))
     (job,) = jobs
     if aim.kind == "any":
         (begun,) = wait_for(job, "begun")[:1]
@@ -212,12 +229,14 @@ def phase(bucket: Bucket, url: str, saved_before: int, *, said_saved: bool) -> s
     return "uploads" if listed.get("Uploads") else "nothing"
 
 
-def kill_and_resume(crew: Ranks, proxy: NetworkProxy, bucket: Bucket, seed: int) -> str:
+def kill_and_resume(crew: Ranks, proxy: NetworkProxy, bucket: Bucket, seed: int, node: Path) -> str:
     """One kill, and all that must hold afterwards; the phase that it fell into."""
     rng = random.Random(f"kill {seed}")
     aim = take_aim(rng)
-    run, options = bucket.at(f"run-{seed}"), bucket.storage_options
-    job = kill_one(crew, proxy, run, seed, aim)
+    run = bucket.at(f"run-{seed}")
+    node.mkdir()
+    local = str(node) if seed % 2 else None
+    job = kill_one(crew, proxy, run, local, seed, aim)
     begun = [one.message[1:] for one in job.said if one.message[0] == "begun"]
     saved = [one.message[1:] for one in job.said if one.message[0] == "saved"]
     last_step, torn_url = begun[-1] if begun else (0, f"{run}/step-1")
@@ -229,12 +248,20 @@ def kill_and_resume(crew: Ranks, proxy: NetworkProxy, bucket: Bucket, seed: int)
         if re.search(r"/_COMMIT\Z", key)
     ]
     world_size = rng.choice([1, 3, 4])
-    told = run_ranks(world_size, resume, there, torn_url, last_step + 1, options)
-    assert all(one == told[0] for one in told), "ranks that see different checkpoints"
-    found, again = told[0]
+    is_lost = seed % 8 == 7
+    if is_lost:
+        shutil.rmtree(node)
+    proxy.plan = lambda _: None  # copies are of the endpoint through which they were saved
+    told = run_ranks(
+        world_size, resume, there, torn_url, last_step + 1, proxy.storage_options, local
+    )
+    assert all(one[:2] == told[0][:2] for one in told), "ranks that see different checkpoints"
+    found, again, _ = told[0]
     where = f"seed {seed}, {aim}, fell into: {fell_into}; saved {saved}, found {found}"
     for step, url in saved:
         assert found.get(url, 0) >= step, f"lost: {where}"
+    if local is not None and saved and not is_lost and saved[-1][1] != torn_url:
+        assert [fetched[saved[-1][1]] for _, _, fetched in told] == [0] * world_size, where
     for url, step in found.items():
         assert (step, url) in begun, f"never saved: {where}"
     assert max(found.values(), default=0) >= max((step for step, _ in saved), default=0), where
@@ -242,26 +269,26 @@ def kill_and_resume(crew: Ranks, proxy: NetworkProxy, bucket: Bucket, seed: int)
     return fell_into
 
 
-def kill_many(bucket: Bucket, seeds: Sequence[int]) -> Counter[str]:
+def kill_many(bucket: Bucket, seeds: Sequence[int], path: Path) -> Counter[str]:
     fell_into: Counter[str] = Counter()
     began = time.monotonic()
     with start_workers() as crew, NetworkProxy(bucket.storage_options) as proxy:
         for seed in seeds:
-            fell_into[kill_and_resume(crew, proxy, bucket, seed)] += 1
+            fell_into[kill_and_resume(crew, proxy, bucket, seed, path / f"node{seed}")] += 1
     seconds = time.monotonic() - began
     counts = ", ".join(f"{name}: {fell_into[name]}" for name in PHASES)
     print(f"\n{len(seeds)} kills in {seconds:.0f} s, 0 torn, 0 lost; {counts}")
     return fell_into
 
 
-def test_a_killed_job_resumes_on_other_ranks_with_nothing_torn_or_lost(bucket):
+def test_a_killed_job_resumes_on_other_ranks_with_nothing_torn_or_lost(bucket, tmp_path):
     # Of both ranks at the marker, and of the coordinator in a part.
-    assert kill_many(bucket, (0, 2)).total() == 2
+    assert kill_many(bucket, (0, 2), tmp_path).total() == 2
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("batch", range(10), ids=lambda batch: f"batch-{batch}")
-def test_fifty_kills(bucket, batch):
-    fell_into = kill_many(bucket, range(100 + 50 * batch, 150 + 50 * batch))
+def test_fifty_kills(bucket, tmp_path, batch):
+    fell_into = kill_many(bucket, range(100 + 50 * batch, 150 + 50 * batch), tmp_path)
     assert set(fell_into) == set(PHASES), "kills fall into every phase of a save"

@@ -29,17 +29,25 @@ def torchrun(*options: str, url: str, steps: int) -> list[str]:
 @pytest.mark.campaign
 @pytest.mark.backends("seaweed")
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("copies", [False, True])
 def test_each_restart_goes_on_after_the_newest_step_and_so_does_another_world_size(
-    bucket, tmp_path
+    bucket, tmp_path, copies
 ):
-    url, env = bucket.at("run"), environment(bucket)
+    """With copies on the node it fetches nothing, and a step that was not committed leaves none."""
+    url, env, node = bucket.at("run"), environment(bucket), tmp_path / "node"
+    node.mkdir()
     # Each dies when its data of that step is on the store: rank 0 would commit it, rank 1 not.
     kills = {elastic.KILLS: f"{tmp_path} 1:20 0:30 1:50"}
+    kills |= {elastic.LOCAL: str(node)} if copies else {}
     command = torchrun("--nproc-per-node", "2", "--max-restarts", "3", url=url, steps=60)
     with Program(command, tmp_path, env | kills) as job:
         job.end()
         starts = [f"2 ranks start from step {step}" for step in (0, 10, 20, 40)]
         assert job.found(GO_ON) == starts
+        fetched = job.found(r"fetched (\d+) of [1-9]\d* bytes of step (\d+)")
+    expected = [("0", step) for step in ("10", "20", "40") for _ in range(2)]
+    assert sorted(fetched) == (expected if copies else [])
+    assert len(list(node.glob("*/*/step-*/*"))) == 4 * copies
     assert assert_only_whole_steps(bucket, url, tmp_path) == [40, 50, 60]
     with Program(torchrun("--nproc-per-node", "1", url=url, steps=70), tmp_path, env) as job:
         job.end()

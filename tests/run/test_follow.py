@@ -403,7 +403,7 @@ def test_a_follower_follows_on_a_server(bucket, time):
         assert pins(url, **options) == {step.name: ("evaluator",)}
         came.append(dos.read_state_dict(step.url, **options)["step"])
     assert came == [9, 10, 10, 11]
-    assert names(dropped) == ["step-10"]
+    assert [(step.name, step.state) for step in dropped] == [("step-10", "superseded")]
     assert pins(url, **options) == {}
     assert bucket.uploads() == []
 
