@@ -19,6 +19,7 @@ from dcp_objstore.checkpoint import catalogue
 from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY
 from dcp_objstore.errors import (
     CheckpointCorruptError,
+    CheckpointNotFoundError,
     ConfigError,
     CredentialsError,
     PermissionDeniedError,
@@ -303,6 +304,19 @@ def test_a_pin_that_a_killed_follower_left_is_removed_at_the_next_start(url, tim
     dos.pin(f"{url}/step-3", "evaluator")
     assert names(dos.follow(url, pin="evaluator", after=3, timeout_seconds=0)) == []
     assert pins(url) == {"step-1": ("other",)}
+
+
+def test_one_answer_that_a_step_is_not_there_does_not_pass_over_it(url, time, monkeypatch):
+    train(url, [1, 2])
+    pin, wrong = following.upkeep.pin, [CheckpointNotFoundError("wrong")]
+
+    def pin_at_last(step: str, *args: Any, **settings: Any) -> Any:
+        if step.endswith("step-1") and wrong:
+            raise wrong.pop()
+        return pin(step, *args, **settings)
+
+    monkeypatch.setattr(following.upkeep, "pin", pin_at_last)
+    assert names(dos.follow(url, pin="evaluator", timeout_seconds=0)) == ["step-1", "step-2"]
 
 
 def test_a_step_that_is_deleted_before_it_is_pinned_does_not_come(url, time):
