@@ -122,6 +122,23 @@ def test_state_of_parameters_that_nobody_has_is_warned_of(caplog):
     assert "6 keys" in caplog.text
 
 
+def test_only_what_trains_and_has_elements_is_said_to_begin_without_state(caplog):
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        sizes = {"stated": 2, "lacks": 2, "frozen": 2, "empty": 0}
+        model = nn.ParameterDict({name: torch.ones(size) for name, size in sizes.items()})
+        model["frozen"].requires_grad_(False)
+        return model, torch.optim.Adam(model.parameters())
+
+    model, optimizer = made()
+    model["stated"].grad = torch.ones(2)
+    optimizer.step()
+    dos.save({"model": model, "optimizer": optimizer}, url := memory_url(), progress=False)
+    other, fresh = made()
+    dos.load({"model": other, "optimizer": fresh}, url, progress=False)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "1 parameters; the optimizer starts without it (lacks)" in said
+
+
 def test_what_a_checkpoint_does_not_know_of_keeps_its_optimizer_state_if_not_strict():
     model = layers()
     optimizer = torch.optim.AdamW(model.parameters())
