@@ -7,78 +7,39 @@ and the error is typed. The inputs are in `support/hostile_cases.py`, by name.
 from __future__ import annotations
 
 import ast
-import json
 import re
-import select
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import dcp_objstore
 from tests.support import hostile, hostile_cases  # noqa: F401 - registers the cases
 from tests.support.campaign import cases
+from tests.support.hostile_worker import answer
+from tests.support.launcher import Ranks
+from tests.support.ranks import start_workers
 
 # What reading any of these may take beyond twice the input: parsing takes up to 100 times a hostile
 # `.metadata` (some 20 times a real one), of which the largest here has 200 KB; the rest is small.
 CONSTANT_BYTES = 48 * 1024**2
-TIMEOUT_SECONDS = 60  # of a case, on a busy machine; most take a twentieth of a second
-
-
-class Worker:
-    """A process that loads cases; another takes its place when a case has ended it."""
-
-    def __init__(self) -> None:
-        self.process: subprocess.Popen[str] | None = None
-
-    def run(self, case_id: str) -> dict[str, Any]:
-        process = self.process = self.process or self._start()
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(case_id) + "\n")
-        process.stdin.flush()
-        answered = select.select([process.stdout], [], [], TIMEOUT_SECONDS)[0]
-        line = process.stdout.readline() if answered else ""
-        if not line:
-            self.stop()
-            pytest.fail(f"{process.returncode=}" if answered else "no answer in time")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def _start(self) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.hostile_worker"],
-            cwd=Path(__file__).parents[2],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        assert process.stdout.readline() == "ready\n"
-        return process
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
-    worker = Worker()
-    yield worker
-    worker.stop()
+def crew() -> Iterator[Ranks]:
+    """A process that loads cases; another takes its place when a case has ended it."""
+    with start_workers() as crew:
+        yield crew
 
 
 FIRST_OF_ITS_FAMILY = {case.family: case.id for case in reversed(hostile.CASES.values())}
 
 
 @pytest.mark.parametrize("case_id", cases(hostile.CASES, default={*FIRST_OF_ITS_FAMILY.values()}))
-def test_it_is_refused_and_nothing_else_happens(case_id, worker):
-    case, result = hostile.CASES[case_id], worker.run(case_id)
+def test_it_is_refused_and_nothing_else_happens(case_id, crew):
+    (ended,) = crew.start(1, answer, case_id, grouped=False).end()
+    assert not ended.failed, ended
+    case, result = hostile.CASES[case_id], ended.value
     assert (result["fired"], result["events"]) == (0, [])
     assert result["changed"] == []
     outcomes = result["outcomes"]

@@ -1,16 +1,15 @@
 """Loads hostile checkpoints through the public doors, in a process of its own with little memory.
 
-Reads names of cases from standard input, one a line, and answers each with one line of JSON. A
-case that ends the process, or takes more memory than there is, cannot hurt anything else.
+A case that ends the process, or takes more memory than there is, cannot hurt anything else.
 """
 
 from __future__ import annotations
 
 import collections
 import copyreg
+import functools
 import gc
 import http
-import json
 import logging
 import os
 import pickle
@@ -265,8 +264,9 @@ def _difference(before: Any, after: Any) -> str:
     return f"{before} -> {after}"[:300]
 
 
-def main() -> None:
-    """Warm up with what is valid, limit the memory, then answer."""
+@functools.cache
+def prepare() -> None:
+    """Warm up with what is valid, and limit the memory of this process, once."""
     sys.addaudithook(watch)
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
@@ -276,10 +276,9 @@ def main() -> None:
     gc.freeze()
     limit = status("VmSize") + HEADROOM_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    print("ready", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(run(json.loads(line))), flush=True)
 
 
-if __name__ == "__main__":
-    main()
+def answer(_rank: int, _world_size: int, case_id: str) -> dict[str, Any]:
+    """In a worker of `ranks`: what a case ends in and leaves behind."""
+    prepare()
+    return run(case_id)
