@@ -341,12 +341,8 @@ class StagesAtOnce:
     not accept a writer as a stager.
     """
 
-    _synchronize_after_execute = False
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        """False: nothing is left to wait for when `stage` has returned."""
-        return self._synchronize_after_execute
+    # Nothing is left to wait for when `stage` has returned.
+    _synchronize_after_execute = should_synchronize_after_execute = False
 
 
 # Names in pickles.

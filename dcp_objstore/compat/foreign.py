@@ -147,7 +147,7 @@ MAX_METADATA_SIZE_BYTES: Final = 512 * 1024 * 1024
 # What protocols 2 to 5 write for plain data and objects. The stock pickler nests marks about six
 # deep.
 _DIALECT: Final = Dialect(
-    opcodes("\x80\x95.(c\x93R\x81baesudlt)\x85\x86\x87]}N\x88\x89JKM\x8aG\x8cX\x8dCBqr\x94hj"),
+    opcodes("\x80\x95.(c\x93R\x81baesut)\x85\x86\x87]}N\x88\x89JKM\x8aG\x8cX\x8dCBqr\x94hj"),
     max_marks=100,
     max_key_parts=17,
 )

@@ -256,14 +256,6 @@ class _Scan:
         self.check_keys(self.pop_mark()[::2])
         self.stack[-1]
 
-    def dictionary(self, _: bytes) -> None:
-        self.check_keys(self.pop_mark()[::2])
-        self.stack.append(_LEAF)
-
-    def list(self, _: bytes) -> None:
-        self.pop_mark()
-        self.stack.append(_LEAF)
-
     def tuple(self, _: bytes) -> None:
         items = self.pop_mark()
         self.stack.append(self.tuple_of(items))
@@ -310,8 +302,6 @@ _EFFECTS: Final[dict[str, _Effect]] = {
     "APPENDS": _Scan.add_all,
     "SETITEM": _Scan.set_item,
     "SETITEMS": _Scan.set_items,
-    "DICT": _Scan.dictionary,
-    "LIST": _Scan.list,
     "TUPLE": _Scan.tuple,
     "TUPLE1": _Scan.tuple_of_one,
     "TUPLE2": lambda scan, _: scan.last(2),

@@ -87,16 +87,16 @@ class Check(NamedTuple):
 
     Attributes:
         name: name of the check.
-        kind: `alone`: always made, whatever became of others. `access`: if it fails, no later check
-            is made but those that stand alone; a store without a server has none. `request`: what a
-            job needs, so an error is a failure. `written`: the same, of the object that the check
-            `put` has written. `rule`: the same as `request`, but no job needs it.
+        kind: `access`: if it fails, no later check is made; a store without a server has none.
+            `request`: what a job needs, so an error is a failure. `written`: the same, of the
+            object that the check `put` has written. `rule`: the same as `request`, but no job
+            needs it.
         make: the check; it returns what it found, or raises.
         rights: the rights that it needs.
     """
 
     name: str
-    kind: Literal["alone", "access", "request", "written", "rule"]
+    kind: Literal["access", "request", "written", "rule"]
     make: Callable[[], Verdict]
     rights: Rights | None = None
 

@@ -67,8 +67,8 @@ def table(spec: StoreSpec, objects: ObjectChecks) -> Sequence[Check]:
     rules = Rights("s3:GetLifecycleConfiguration")
     unended = Rights("s3:ListBucketMultipartUploads and s3:ListMultipartUploadParts")
     return (
-        Check("versions", "alone", versions),
-        Check("working directory", "alone", working_directory),
+        Check("versions", "request", versions),
+        Check("working directory", "request", working_directory),
         Check("endpoint", "access", access.endpoint),
         Check("credentials", "access", access.credentials),
         Check("bucket", "access", access.bucket),
@@ -89,7 +89,7 @@ def findings(spec: StoreSpec, objects: ObjectChecks, checks: Sequence[Check]) ->
     """Make the checks of a table, each when its finding is asked for."""
     blocked: Verdict | None = None
     for check in checks:
-        verdict = blocked if check.kind != "alone" else None
+        verdict = blocked
         if check.kind == "access" and spec.parsed.scheme in LOCAL:
             verdict = not_applicable(f"{spec.parsed.scheme}:// does not have this")
         elif check.kind == "written" and not objects.has_written:

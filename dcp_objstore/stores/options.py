@@ -10,7 +10,7 @@ import difflib
 import functools
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import NoneType, UnionType
@@ -82,6 +82,23 @@ def option(meaning: str, *, default: Any = None, **declared: Any) -> Any:
         declared: further attributes of `Option`.
     """
     return field(default=default, metadata={_KEY: Option(meaning, **declared)})
+
+
+def anon(place: str, native: Sequence[str] = ("skip_signature",)) -> Any:
+    """Declare the option to send no credentials."""
+    return option(
+        f"no credentials: a public {place}", default=False, native=native, called=("anonymous",)
+    )
+
+
+def verify(**declared: Any) -> Any:
+    """Declare the option of TLS certificates, whose value `check_certificates` reads."""
+    return option(
+        "False: any TLS certificate; a path: the certificates to trust",
+        default=True,
+        native=("allow_invalid_certificates", "root_certificate"),
+        **declared,
+    )
 
 
 def transport() -> Any:

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.options import (
     Schema,
+    anon,
     check_certificates,
     check_endpoint,
     option,
     transport,
+    verify,
 )
 
 
@@ -67,12 +69,7 @@ class AzureOptions(Schema):
         environment=("AZURE_STORAGE_CLIENT_SECRET", "AZURE_CLIENT_SECRET"),
         secret=True,
     )
-    anon: bool = option(
-        "no credentials: a public container",
-        default=False,
-        native=("skip_signature",),
-        called=("anonymous",),
-    )
+    anon: bool = anon("container")
     endpoint_url: str | None = option(
         "the account's URL or host, in another cloud than Azure's public one or on another server",
         also=("account_host",),
@@ -80,11 +77,7 @@ class AzureOptions(Schema):
         called=("account_url",),
         environment=("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
     )
-    verify: bool | str = option(
-        "False: any TLS certificate; a path: the certificates to trust",
-        default=True,
-        native=("allow_invalid_certificates", "root_certificate"),
-    )
+    verify: bool | str = verify()
     transport: str | None = transport()
 
     def check(self) -> None:

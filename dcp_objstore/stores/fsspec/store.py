@@ -34,7 +34,6 @@ from dcp_objstore.stores.protocol import (
     IfAbsent,
     ObjectMeta,
     Precondition,
-    RangeReading,
     Version,
 )
 from dcp_objstore.stores.ranges import FETCHED_READING, FetchedSource
@@ -57,6 +56,8 @@ class FsspecStore(BaseStore[str]):
     Retries are the filesystem's own, also of a `put` with `retry=False`. They cannot be seen from
     here, so throttling is judged by how long requests take.
     """
+
+    range_reading = FETCHED_READING
 
     def __init__(self, url: StoreUrl, filesystems: Filesystems) -> None:
         from fsspec import AbstractFileSystem
@@ -88,11 +89,6 @@ class FsspecStore(BaseStore[str]):
             modified_times=self._is_known,
             copies=False,
         )
-
-    @property
-    def range_reading(self) -> RangeReading:
-        """Ranges are read in bodies of up to 8 MiB."""
-        return FETCHED_READING
 
     def _range_source(self, place: str) -> FetchedSource:
         return FetchedSource(partial(self._fetch, place), lambda: _version(self._info(place)))

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.options import (
     Schema,
+    anon,
     check_certificates,
     check_endpoint,
     option,
     transport,
+    verify,
 )
 
 _EMULATOR = "STORAGE_EMULATOR_HOST"
@@ -35,12 +37,7 @@ class GcsOptions(Schema):
         ),
         secret=True,
     )
-    anon: bool = option(
-        "no credentials: a public bucket",
-        default=False,
-        native=("skip_signature",),
-        called=("anonymous",),
-    )
+    anon: bool = anon("bucket")
     project: str | None = option("the project that pays, with `requester_pays`")
     requester_pays: bool | str = option(
         "True, or the name of the project that pays for the requests",
@@ -53,11 +50,7 @@ class GcsOptions(Schema):
         called=("endpoint",),
         environment=("GOOGLE_BASE_URL", _EMULATOR),
     )
-    verify: bool | str = option(
-        "False: any TLS certificate; a path: the certificates to trust",
-        default=True,
-        native=("allow_invalid_certificates", "root_certificate"),
-    )
+    verify: bool | str = verify()
     transport: str | None = transport()
 
     def check(self) -> None:

@@ -15,7 +15,7 @@ Facts about obstore 0.12 that shape this module (each is pinned by a test):
 from __future__ import annotations
 
 import http.client
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -71,6 +71,9 @@ class ObstoreStore(BaseStore[str]):
             announced, and listings with a key that has an empty segment. None where it is not.
     """
 
+    # All but streams, whose parts obstore sends again.
+    reports_throttling = ("put", "copy", "get", "open_range", "head", "list", "delete")
+
     def __init__(
         self,
         url: StoreUrl,
@@ -81,11 +84,6 @@ class ObstoreStore(BaseStore[str]):
         self._clients = clients
         self._over_boto3 = over_boto3
         self._root = f"{url.prefix}/" if url.prefix else ""
-
-    @property
-    def reports_throttling(self) -> Collection[str]:
-        """All but streams, whose parts obstore sends again."""
-        return ("put", "copy", "get", "open_range", "head", "list", "delete")
 
     @property
     def capabilities(self) -> Capabilities:

@@ -59,6 +59,9 @@ _RECEIVE_BYTES = 1024 * 1024
 class Boto3Store(S3Store):
     """A store rooted at one URL."""
 
+    # Ranges are read 1 MiB at a time, which the client copies.
+    range_reading = RangeReading(memory_bytes=2 * _RECEIVE_BYTES)
+
     def __init__(self, url: StoreUrl, clients: Boto3Clients) -> None:
         super().__init__(url, clients)
         self._clients = clients
@@ -101,11 +104,6 @@ class Boto3Store(S3Store):
             while rest:
                 rest = rest[body.readinto(rest) :]
         return answer, into
-
-    @property
-    def range_reading(self) -> RangeReading:
-        """Ranges are read 1 MiB at a time, which the client copies."""
-        return RangeReading(memory_bytes=2 * _RECEIVE_BYTES)
 
     def _range_source(self, place: Mapping[str, str]) -> RetriedSource:
         return RetriedSource(self._clients, place["Key"], partial(self._ask, place))

@@ -9,10 +9,12 @@ from typing import Final
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.options import (
     Schema,
+    anon,
     check_certificates,
     check_endpoint,
     option,
     transport,
+    verify,
 )
 
 # "none" is not S3's: it turns the default off.
@@ -53,12 +55,7 @@ class S3Options(Schema):
         "a profile of the shared AWS files, SSO included (needs boto3)",
         environment=("AWS_PROFILE", "AWS_DEFAULT_PROFILE"),
     )
-    anon: bool = option(
-        "no credentials: a public bucket",
-        default=False,
-        native=("skip_signature", "aws_skip_signature"),
-        called=("anonymous",),
-    )
+    anon: bool = anon("bucket", ("skip_signature", "aws_skip_signature"))
     endpoint_url: str | None = option(
         "another server than AWS: `http(s)://host[:port][/path]`",
         also=("client_kwargs.endpoint_url",),
@@ -77,13 +74,7 @@ class S3Options(Schema):
         also=("client_kwargs.use_ssl",),
         native=("allow_http",),
     )
-    verify: bool | str = option(
-        "False: any TLS certificate; a path: the certificates to trust",
-        default=True,
-        also=("client_kwargs.verify",),
-        native=("allow_invalid_certificates", "root_certificate"),
-        environment=("AWS_CA_BUNDLE",),
-    )
+    verify: bool | str = verify(also=("client_kwargs.verify",), environment=("AWS_CA_BUNDLE",))
     addressing_style: str | None = option(
         "`virtual`, `path` or `auto`: the bucket in the host's name or in the path;"
         " default `virtual` on AWS, `path` elsewhere",

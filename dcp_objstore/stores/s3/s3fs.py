@@ -15,7 +15,6 @@ from dcp_objstore.stores import errors
 from dcp_objstore.stores.credentials import Credentials
 from dcp_objstore.stores.errors import Facts
 from dcp_objstore.stores.fsspec.filesystems import Filesystems, is_from, read_fsspec
-from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.stores.ranges import FETCHED_READING, FetchedSource
 from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS
 from dcp_objstore.stores.s3.credentials import keys_of_environment
@@ -58,6 +57,7 @@ class S3Filesystems(S3Requests, Filesystems):
 class S3fsStore(S3Store):
     """A store rooted at one URL, over s3fs."""
 
+    range_reading = FETCHED_READING
     _facts = staticmethod(read_s3fs)
 
     def __init__(self, url: StoreUrl, filesystems: S3Filesystems) -> None:
@@ -117,11 +117,6 @@ class S3fsStore(S3Store):
 
         answer_and_body: tuple[Mapping[str, Any], bytes | None] = self._run(read())
         return answer_and_body
-
-    @property
-    def range_reading(self) -> RangeReading:
-        """Ranges are read in bodies of up to 8 MiB."""
-        return FETCHED_READING
 
     def _range_source(self, place: Mapping[str, str]) -> FetchedSource:
         return FetchedSource(partial(self._fetch, place), lambda: self._head(dict(place)).version)

@@ -70,6 +70,7 @@ class S3Store(BaseStore["dict[str, str]"]):
         requests: the requests to its bucket.
     """
 
+    capabilities = Capabilities()  # it claims everything; `probe` finds out if the server keeps it
     # Reads what an operation raised; `conditional`: it had an `If-Match`.
     _facts: Callable[..., errors.Facts] = staticmethod(read_botocore)
 
@@ -85,11 +86,6 @@ class S3Store(BaseStore["dict[str, str]"]):
     def reports_throttling(self) -> Collection[str]:
         """All."""
         return ("put", "put_stream", "copy", "get", "open_range", "head", "list", "delete")
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Claim everything; `checkpoint.probe` finds out if the server keeps it."""
-        return Capabilities()
 
     # What an adapter says.
 
