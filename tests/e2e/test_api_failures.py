@@ -245,32 +245,29 @@ def test_ctrl_c_in_the_programs_code_on_one_rank_ends_that_call_on_all(tmp_path,
 # async_save -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
-def test_a_background_save_that_cannot_start_does_not_block_the_next(monkeypatch, error):
-    def refused(thread: threading.Thread) -> None:
+@pytest.mark.parametrize(
+    ("where", "name", "does_its_work", "error"),
+    [
+        (threading.Thread, "start", False, RuntimeError("can't start new thread")),
+        (threading.Thread, "start", False, KeyboardInterrupt()),
+        (async_api, "_begin_after_earlier", True, KeyboardInterrupt()),  # as it takes its turn
+    ],
+)
+def test_a_background_save_that_cannot_start_does_not_block_the_next(
+    monkeypatch, where, name, does_its_work, error
+):
+    really = getattr(where, name)
+
+    def refused(*args: Any) -> None:
+        if does_its_work:
+            really(*args)
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refused)
+        patched.setattr(where, name, refused)
         with pytest.raises(type(error)):
             dos.async_save({"w": torch.ones(2)}, memory_url())
     with pytest.raises(dos.errors.RankFailedError, match=type(error).__name__):
-        dos.async_save({"w": torch.ones(2)}, memory_url())
-    dos.async_save({"w": torch.ones(2)}, memory_url()).result(30)
-
-
-def test_ctrl_c_as_a_save_takes_its_turn_does_not_block_the_next(monkeypatch):
-    begin_after_earlier = async_api._begin_after_earlier
-
-    def interrupted(*args: Any) -> None:
-        begin_after_earlier(*args)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(async_api, "_begin_after_earlier", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            dos.async_save({"w": torch.ones(2)}, memory_url())
-    with pytest.raises(dos.errors.RankFailedError, match="KeyboardInterrupt"):
         dos.async_save({"w": torch.ones(2)}, memory_url())
     dos.async_save({"w": torch.ones(2)}, memory_url()).result(30)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import signal
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -106,7 +105,6 @@ def test_what_does_not_count_can_be_removed_and_the_newest_that_counts_cannot(bu
 def test_wrong_uses_of_a_claim_are_refused_before_anything_is_sent(bucket):
     run, options = bucket.at("run"), bucket.storage_options
     claim = dos.claim_run(run, storage_options=options)
-    assert pickle.loads(pickle.dumps(claim)) == claim
     before = bucket.keys("run")
     for url in (f"{run}/a/step-1", bucket.at("other/step-1"), run):
         with pytest.raises(InputError, match="directly below"):
@@ -115,8 +113,6 @@ def test_wrong_uses_of_a_claim_are_refused_before_anything_is_sent(bucket):
             dos.delete(url, claim=claim, storage_options=options)
     with pytest.raises(ConfigError, match="claim_run"):
         dos.save(state(), f"{run}/step-1", claim=1, storage_options=options)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="newest"):
-        dos.steps(run, newest=0, storage_options=options)
     assert bucket.keys("run") == before
 
 
