@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -14,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce
+from dcp_objstore.errors import StoreFullError
 from tests.support.command_line import run_here
 from tests.support.servers import Folder
 
@@ -60,3 +62,20 @@ def test_a_run_is_saved_managed_resumed_deleted_and_swept(tmp_path):
     listed = run_here("ls", folder.url, "--json").stdout.splitlines()
     assert {folder.at("step-3"), folder.at("step-4")} < {json.loads(line)["url"] for line in listed}
     assert folder.uploads() == []
+
+
+def test_a_full_disk_says_what_is_free_and_leaves_nothing_and_then_there_is_room(tmp_path):
+    def refuse_data(fd: int, data: memoryview) -> int:
+        if len(data) > 1 << 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, data)
+
+    write, folder = os.write, Folder("file", f"file://{tmp_path}", {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "write", refuse_data)
+        with pytest.raises(StoreFullError, match=r"iB are free there now; this rank saves 8\.00"):
+            dos.save({"w": torch.ones(2 << 20)}, folder.at("step-1"))
+    assert folder.keys() == []
+    assert folder.uploads() == []
+    dos.save({"w": torch.ones(2 << 20)}, folder.at("step-1"))
+    assert dos.open(folder.at("step-1")).verify().ok

@@ -1,4 +1,4 @@
-"""A store that answers SlowDown above a rate: saves and loads slow down with it, and end well.
+"""A store that answers SlowDown above a rate, or a slow line: saves and loads slow down with it.
 
 The server has a bucket of tokens, and answers 503 or 429 when it is empty.
 """
@@ -169,3 +169,14 @@ def test_endless_slow_down_answers_fail_the_load_within_the_shared_budget(bucket
             dos.load(found, url, storage_options=options, config=CONFIG, progress=False)
     # The workers' first tries, and the budget.
     assert len(slow.refused) <= 8 + 6
+
+
+@pytest.mark.campaign
+def test_a_save_over_a_slow_line_sends_each_part_once():
+    """It holds no more in flight than it can send: 8 parts at once would take 8 s each."""
+    config = dos.TransferConfig(
+        part_size_bytes=PART_BYTES, request_timeout_seconds=6.0, max_retries=2
+    )
+    with SlowSink(bytes_per_second=5 * MIB) as sink:
+        count = transfers_of(sink, lambda: save(24 * PART_BYTES, "s3://bucket/s", sink, config))
+    assert count == 24 + 1  # the last is what framing adds
