@@ -234,8 +234,8 @@ def background_beside_training(rank: int, world: int, url: str, options: Options
 
 @pytest.mark.backends("seaweed")
 def test_background_saves_keep_out_of_the_way_of_the_trainings_collectives(bucket):
-    results = run_ranks(4, background_beside_training, bucket.at("run"), bucket.storage_options)
-    assert results == [[6.0] * 3] * 4
+    results = run_ranks(2, background_beside_training, bucket.at("run"), bucket.storage_options)
+    assert results == [[1.0] * 3] * 2
     for step in range(3):
         state = training(sharded=False)
         dos.load(state, bucket.at(f"run/step-{step}"), storage_options=bucket.storage_options)

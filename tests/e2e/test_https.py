@@ -22,6 +22,7 @@ from tests.support.states import same_bits, seeded
 from tests.support.tampering import Change, TamperingProxy
 from tests.support.tls import Certificate, make_certificate
 
+pytestmark = pytest.mark.backends("seaweed")
 SHAPE = (1536, 1024)  # 6 MiB, in two blocks
 CONFIG = dos.TransferConfig(max_retries=2, retry_timeout_seconds=20, request_size_bytes=4 * MIB)
 

@@ -54,10 +54,12 @@ def save_ours(rank: int, world_size: int, url: str, options: Options) -> None:
     dcp.save(state, storage_writer=dos.ObjectStoreWriter(url, storage_options=options))
 
 
-@pytest.fixture
-def downloaded(bucket: Bucket, tmp_path: Path) -> Path:
-    run_ranks(3, save_ours, bucket.at("step-1"), bucket.storage_options)
-    return bucket.download("step-1", tmp_path / "step-1")
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder, as a download makes one."""
+    folder = tmp_path_factory.mktemp("ours") / "step-1"
+    run_ranks(3, save_ours, folder.as_uri(), {})
+    return folder
 
 
 def check(state: dict[str, Any]) -> None:
@@ -77,7 +79,9 @@ def stock_load_sharded(rank: int, world_size: int, directory: str) -> None:
     check(state)
 
 
-def test_stock_readers_load_ours_after_a_plain_download(downloaded):
+def test_stock_readers_load_ours_after_a_plain_download(bucket, tmp_path):
+    run_ranks(3, save_ours, bucket.at("step-1"), bucket.storage_options)
+    downloaded = bucket.download("step-1", tmp_path / "step-1")
     for reader in (FileSystemReader(downloaded), FsspecReader(f"file://{downloaded}")):
         state = fresh()
         dcp.load(state, storage_reader=reader)
@@ -85,28 +89,28 @@ def test_stock_readers_load_ours_after_a_plain_download(downloaded):
     run_ranks(2, stock_load_sharded, str(downloaded))
 
 
-def test_stock_dcp_to_torch_save_converts_ours(downloaded, tmp_path):
-    dcp_to_torch_save(downloaded, tmp_path / "whole.pt")
+def test_stock_dcp_to_torch_save_converts_ours(ours, tmp_path):
+    dcp_to_torch_save(ours, tmp_path / "whole.pt")
     state = torch.load(tmp_path / "whole.pt", weights_only=True)
     check(state)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is unavailable:UserWarning")
-def test_stock_load_from_keys_reads_ours(downloaded):
-    state = _load_state_dict_from_keys("sharded.even", checkpoint_id=downloaded)
+def test_stock_load_from_keys_reads_ours(ours):
+    state = _load_state_dict_from_keys("sharded.even", checkpoint_id=ours)
     assert same_bits(flat(state)["sharded.even"], seeded("sharded.even", (16, 8)))
-    everything = _load_state_dict_from_keys(checkpoint_id=downloaded)
+    everything = _load_state_dict_from_keys(checkpoint_id=ours)
     assert set(flat(everything)) == set(flat(fresh()))
 
 
-def test_the_pickled_metadata_holds_only_what_stock_torch_has(downloaded):
+def test_the_pickled_metadata_holds_only_what_stock_torch_has(ours):
     class StockOnly(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
             package = module.split(".", maxsplit=1)[0]
             assert package in {"torch", "builtins", "collections"}, (module, name)
             return super().find_class(module, name)
 
-    with (downloaded / ".metadata").open("rb") as stream:
+    with (ours / ".metadata").open("rb") as stream:
         metadata = StockOnly(stream).load()
     assert isinstance(metadata.storage_meta.checkpoint_id, str)
 
