@@ -217,9 +217,7 @@ def copy_checkpoint(
 
 def _on_one_store(source: StoreSpec, target: StoreSpec) -> bool:
     """Whether the store may be asked to copy: the same credentials hold on both sides."""
-    access, other_access = (
-        (spec.parsed.scheme, spec.storage_options, spec.config) for spec in (source, target)
-    )
+    access, other_access = ((spec.parsed.scheme, spec.storage_options) for spec in (source, target))
     return access == other_access and target.open().capabilities.copies
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -17,6 +19,7 @@ from dcp_objstore.checkpoint.commit import commit_checkpoint, take_begin_token
 from dcp_objstore.checkpoint.marker import Counts
 from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce
 from dcp_objstore.checkpoint.pins import pin
+from dcp_objstore.cli import convert
 from dcp_objstore.cli.exits import exits, status_of
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.cli.options import size_bytes
@@ -45,7 +48,7 @@ def save_step(url: str, **user_metadata: object) -> None:
 
 
 def test_help_tells_the_exit_statuses_one_a_line():
-    lines = [line.strip() for line in run("--help").stdout.splitlines()]
+    lines = [line.strip() for line in run_here("--help").stdout.splitlines()]
     for status in ("0", "1", "2", "3", "4", "5", "130"):
         assert any(line.split()[:1] == [status] for line in lines), (status, lines)
 
@@ -246,12 +249,12 @@ def test_ls_shows_pins_and_as_json_the_markers_figures(tmp_path, capsys):
 
 
 def test_ls_of_what_is_not_there_or_damaged_says_so(tmp_path):
-    nothing = run("ls", f"file://{tmp_path}/nothing")
+    nothing = run_here("ls", f"file://{tmp_path}/nothing")
     assert nothing.returncode == 2
     assert "CheckpointNotFoundError" in nothing.stderr
-    assert run("ls", "s4://bucket/x").returncode == 2
+    assert run_here("ls", "s4://bucket/x").returncode == 2
     open_store(f"file://{tmp_path}/step-1").put(MARKER_KEY, b"{}")
-    damaged = run("ls", f"file://{tmp_path}/step-1")
+    damaged = run_here("ls", f"file://{tmp_path}/step-1")
     assert damaged.returncode == 4
     assert "CheckpointCorruptError" in damaged.stderr
     for done in (nothing, damaged):
@@ -288,7 +291,7 @@ def test_ls_goes_on_after_a_damaged_step_and_says_so(tmp_path):
     open_store(f"{url}/step-2").put(MARKER_KEY, b"{}")
     open_store(f"{url}/step-3").put(MARKER_KEY, b'{"format":99}')
     save_step(f"{url}/step-4")
-    done = run("ls", url)
+    done = run_here("ls", url)
     assert done.returncode == 4
     assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == [
         "committed",
@@ -298,7 +301,7 @@ def test_ls_goes_on_after_a_damaged_step_and_says_so(tmp_path):
     ]
     assert len(done.stderr.splitlines()) == 1
     assert "step-2" in done.stderr
-    entries = [json.loads(line) for line in run("ls", url, "--json").stdout.splitlines()]
+    entries = [json.loads(line) for line in run_here("ls", url, "--json").stdout.splitlines()]
     assert [entry["state"] for entry in entries][1:3] == ["damaged", "unsupported"]
     assert "marker is damaged" in entries[1]["error"]
 
@@ -315,13 +318,27 @@ def test_ls_counts_deleted_steps_and_says_what_removes_them(tmp_path, capsys):
     assert "2 deleted checkpoints" in deleted and f"sweep '{url}'" in deleted
 
 
-def test_import_prints_its_result_once_on_a_terminal_and_in_a_pipe(tmp_path):
+@pytest.mark.parametrize(("out", "err"), [*itertools.product([True, False], repeat=2)])
+def test_import_prints_its_result_unless_a_terminal_shows_it_already(
+    tmp_path, monkeypatch, *, out, err
+):
+    """The bar of the save leaves a line there, if both streams are on it."""
     torch.save({"w": torch.ones(3)}, tmp_path / "w.pt")
-    for name, printed in (
-        ("a", on_terminal(200, "import", f"{tmp_path}/w.pt", f"file://{tmp_path}/a")),
-        ("b", run_here("import", f"{tmp_path}/w.pt", f"file://{tmp_path}/b").stdout),
-    ):
-        assert printed.count(f"saved file://{tmp_path}/{name}") == 1
+    streams = {
+        name: SimpleNamespace(isatty=lambda there=there: there)
+        for name, there in (("stdout", out), ("stderr", err))
+    }
+    monkeypatch.setattr(convert, "sys", SimpleNamespace(**streams))
+    done = run_here("import", f"{tmp_path}/w.pt", f"file://{tmp_path}/a")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"saved file://{tmp_path}/a") == (0 if out and err else 1)
+
+
+@pytest.mark.campaign  # a process that imports torch
+def test_import_prints_its_result_once_on_a_terminal(tmp_path):
+    torch.save({"w": torch.ones(3)}, tmp_path / "w.pt")
+    printed = on_terminal(200, "import", f"{tmp_path}/w.pt", f"file://{tmp_path}/a")
+    assert printed.count(f"saved file://{tmp_path}/a") == 1
 
 
 def test_each_command_says_what_it_makes_of_weights(tmp_path):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from dcp_objstore.cli.seaweedfs import SeaweedServer
+from dcp_objstore.cli.seaweedfs import SeaweedServer, find_weed
 from dcp_objstore.errors import InputError
 from dcp_objstore.stores import open_store
 
@@ -54,3 +56,23 @@ def test_a_port_that_is_taken_is_said_at_once():
         taken.listen()
         with pytest.raises(InputError, match=str(taken.getsockname()[1])):
             SeaweedServer(port=taken.getsockname()[1])
+
+
+class Packaged:
+    """A file of a package."""
+
+    def __init__(self, path: Path) -> None:
+        self.name, self._path = path.name, path
+
+    def locate(self) -> Path:
+        return self._path
+
+
+def test_of_the_files_of_the_package_the_one_that_is_weed_and_runs_is_used(tmp_path, monkeypatch):
+    files = [tmp_path / name for name in ("other", "broken/weed", "weed")]
+    for path in files:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"")
+        path.chmod(0o644 if path.parent.name == "broken" else 0o755)
+    monkeypatch.setattr(importlib.metadata, "files", lambda _: [Packaged(path) for path in files])
+    assert find_weed() == str((tmp_path / "weed").resolve())

@@ -13,18 +13,24 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.doctor import Finding, check_up
-from dcp_objstore.doctor.access import working_directory
+from dcp_objstore.doctor import Finding, check_up, runner
+from dcp_objstore.doctor.access import unfinished, working_directory
+from dcp_objstore.doctor.checks import Verdict, ok
 from dcp_objstore.doctor.objects import ObjectChecks
 from dcp_objstore.doctor.runner import CONFIG, findings, table
+from dcp_objstore.doctor.scratch import Scratch, Stop
 from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.protocol import UnfinishedUpload
+from dcp_objstore.stores.urls import parse_url
 from tests.support.command_line import environment, run_here
 from tests.support.proxy import Asked, Hold, NetworkProxy
 from tests.support.scripted import ScriptedServer
@@ -492,13 +498,38 @@ def test_nothing_stays_after_ctrl_c(bucket):
         before.check()
 
 
-def test_nothing_stays_when_the_stream_is_closed(tmp_path):
+def test_a_stream_that_is_closed_makes_no_further_check_and_nothing_stays(tmp_path, monkeypatch):
+    stops, made = list[Stop](), list[str]()
+
+    class SeenStop(Stop):
+        def __init__(self) -> None:
+            super().__init__()
+            stops.append(self)
+
+    def wait(objects: ObjectChecks) -> Verdict:
+        made.append("list")
+        assert stops[0].wait(60)
+        return ok("listed")
+
+    monkeypatch.setattr(runner, "Stop", SeenStop)
+    monkeypatch.setattr(ObjectChecks, "listing", wait)
+    monkeypatch.setattr(ObjectChecks, "read", lambda _: made.append("read"))
     stream = check_up(f"file://{tmp_path}/run")
     for finding in stream:
         if finding.check == "put":
             break
     stream.close()
+    assert set(made) <= {"list"}
     assert list(tmp_path.rglob("*")) == []
+
+
+@pytest.mark.parametrize(("hours", "status"), [(23.9, "ok"), (24.1, "warning")])
+def test_an_unfinished_upload_is_old_after_a_day(hours, status):
+    begun = datetime.now(UTC) - timedelta(hours=hours)
+    one = UnfinishedUpload("step-1/x", "id", begun, 5)
+    scratch = SimpleNamespace(around=SimpleNamespace(list=lambda: [one]))
+    found = unfinished(cast(Scratch, scratch), parse_url("s3://bucket/run"))
+    assert found.status == status
 
 
 def test_a_server_that_never_answers_is_given_up():

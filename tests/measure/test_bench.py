@@ -256,7 +256,14 @@ def test_the_table_fits_80_columns_and_json_has_all_of_it(bucket, monkeypatch, c
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     text = " ".join(shown.split())
-    for words in ("100 GiB in", "see the warnings", "plain PUTs", "plain GETs", "warning:"):
+    for words in (
+        "1.00 MiB of tensors",
+        "100 GiB in",
+        "see the warnings",
+        "plain PUTs",
+        "plain GETs",
+        "warning:",
+    ):
         assert words in text
     cli.measure(bucket.url, size="1MiB", seconds=0.1, as_json=True)
     report = json.loads(capsys.readouterr().out)
