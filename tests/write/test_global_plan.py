@@ -359,7 +359,8 @@ def changes(rank: int, world: int, root: str, way: str) -> dict[str, list[bool]]
     for name, make in kinds.items():
         urls = [f"{root}/{name}-{n}" for n in range(2)]
         found[name] = [is_planned(save, way, make(), url) for url in urls]
-        check(make(), urls[1])
+        if name in ("values", "order", "mesh coordinate", "placement"):
+            check(make(), urls[1])
     return found
 
 
