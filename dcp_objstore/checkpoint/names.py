@@ -41,7 +41,7 @@ class DataName(NamedTuple):
     """The parts of a data object's key: the rank that wrote it, and its number in that save."""
 
     rank: int
-    n: int
+    number: int
     nonce: str
 
 
@@ -50,9 +50,9 @@ def new_nonce() -> str:
     return secrets.token_hex(_NONCE_BYTES)
 
 
-def data_key(rank: int, n: int, nonce: str) -> str:
+def data_key(rank: int, number: int, nonce: str) -> str:
     """Return the key of a data object."""
-    return f"__{rank}_{n}.{nonce}.distcp"
+    return f"__{rank}_{number}.{nonce}.distcp"
 
 
 def index_key(nonce: str) -> str:

@@ -149,7 +149,7 @@ def require_rewrites(store: ObjectStore, what: str) -> None:
 
 def can_rewrite(store: ObjectStore) -> bool:
     """Return whether the store can create and replace objects conditionally."""
-    return probed(store).conditional_update  # which `probe` finds only beside the other
+    return probed(store).conditional_update  # `probe` reports it only with the other
 
 
 def if_version(store: ObjectStore, version: Version) -> IfVersion:

@@ -37,8 +37,8 @@ Exit status:
 Example: dcp-objstore ls file:///tmp/run
 """
 
-# The names beside a URL at which nothing is are taken from this many keys, at most.
-_KEYS_BESIDE = 10_000
+# If nothing is at a URL, similar names are looked for among this many keys, at most.
+_MOST_KEYS = 10_000
 _UNEXPECTED = 1
 DAMAGED_STATUS = 4
 _STATUSES: tuple[tuple[type[DcpObjstoreError], int], ...] = (
@@ -123,7 +123,7 @@ def _propose(error: DcpObjstoreError, url: str) -> None:
     spec = StoreSpec(url, chosen())
     above, name = spec.parent()
     while above is not None and not names:
-        keys = (meta.key for meta in islice(above.open().list(), _KEYS_BESIDE))
+        keys = (meta.key for meta in islice(above.open().list(), _MOST_KEYS))
         names.update(key.partition("/")[0] for key in keys if "/" in key)
         near = [] if name in names else get_close_matches(name, sorted(names))
         if near:

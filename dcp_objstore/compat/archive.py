@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 ZIP_START: Final = b"PK\x03\x04"
 
@@ -102,16 +102,16 @@ class Archive:
 
     def _read(self) -> None:
         """Note where the directory says that records lie; refuse what torch never writes."""
-        at, end, count = _find_directory(self._body)
-        directory = at
-        while at < end:
+        directory = _find_directory(self._body)
+        at = directory.start
+        while at < directory.end:
             fields = _ENTRY.unpack_from(self._body, at)
             mark, method, packed_bytes, size_bytes = fields[0], fields[4], fields[8], fields[9]
             name_length, extra_length, comment_length, local = *fields[10:13], fields[16]
             name_at = at + _ENTRY.size
             extra_at = name_at + name_length
             at = extra_at + extra_length + comment_length
-            if mark != b"PK\x01\x02" or at > end:
+            if mark != b"PK\x01\x02" or at > directory.end:
                 raise ArchiveError("its directory is damaged")
             if _IN_ZIP_64 in (size_bytes, packed_bytes, local):
                 extra = bytes(self._body[extra_at : extra_at + extra_length])
@@ -124,7 +124,7 @@ class Archive:
             if not self.records:
                 self.root = name.partition("/")[0]
             start = self._data_of(local)
-            if start + packed_bytes > directory:
+            if start + packed_bytes > directory.start:
                 raise ArchiveError("a record reaches into its directory")
             if method not in (_STORED, _DEFLATED) or (
                 method == _STORED and size_bytes != packed_bytes
@@ -133,7 +133,7 @@ class Archive:
             self.records[name] = Record(
                 start, start + packed_bytes, size_bytes, method == _DEFLATED
             )
-        if len(self.records) != count:
+        if len(self.records) != directory.records:
             raise ArchiveError("its directory is damaged")
         if self.unpacked_bytes > _MOST_PACKED * len(self._body):
             raise ArchiveError("its records say that they are larger than they can be")
@@ -147,12 +147,22 @@ class Archive:
         return int(local + _LOCAL.size + name_length + extra_length)
 
 
-def _find_directory(body: bytes | memoryview) -> tuple[int, int, int]:
-    """Return where the directory begins and ends, and its number of records."""
+class _Directory(NamedTuple):
+    start: int
+    end: int
+    records: int
+
+
+def _find_directory(body: bytes | memoryview) -> _Directory:
+    """Return where the directory lies and how many records it has.
+
+    An archive ends with an end record. If it has a zip64 end record, that lies before a locator,
+    which lies before the end record, and the numbers in it count.
+    """
     end = len(body) - _END.size
     if end < 0:
         raise ArchiveError("it is cut off")
-    mark, _, _, _, count, size, at, comment_length = _END.unpack_from(body, end)
+    mark, _, _, _, records, size, start, comment_length = _END.unpack_from(body, end)
     if mark != b"PK\x05\x06" or comment_length:
         raise ArchiveError("it is cut off, or something follows it")
     locator = end - _LOCATOR_64.size
@@ -160,12 +170,12 @@ def _find_directory(body: bytes | memoryview) -> tuple[int, int, int]:
         end = locator - _END_64.size
         if end < 0 or _LOCATOR_64.unpack_from(body, locator)[2] != end:
             raise ArchiveError("its directory is not where it should be")
-        mark, _, _, _, _, _, _, count, size, at = _END_64.unpack_from(body, end)
+        mark, _, _, _, _, _, _, records, size, start = _END_64.unpack_from(body, end)
         if mark != b"PK\x06\x06":
             raise ArchiveError("its directory is damaged")
-    if at + size != end:
+    if start + size != end:
         raise ArchiveError("its directory is not where it should be")
-    return at, end, count
+    return _Directory(start, end, records)
 
 
 def _from_zip_64(extra: bytes, *numbers: int) -> tuple[int, ...]:

@@ -116,7 +116,10 @@ def encode_metadata(index: ix.Index) -> bytes:
 
 
 def _head(tensor: ix.Tensor) -> bytes:
-    """A tensor's TensorStorageMetadata up to its chunks."""
+    """Return the opcodes that push a tensor's TensorStorageMetadata, up to its list of chunks.
+
+    `encode_metadata` writes the chunks and `_TAIL` after it.
+    """
     if tensor.dtype not in ix.ITEM_SIZE_BYTES:
         raise unknown_dtype(tensor.dtype, tensor.key)
     for name, known in ((tensor.layout, _LAYOUTS), (tensor.memory_format, _MEMORY_FORMATS)):

@@ -260,7 +260,9 @@ class _Copy:
             items=len(self._stored.items),
             size_bytes=self.sent_bytes,
             objects=len(unsent),
-            requests=sum(part_count(objects[n].size_bytes, config.part_size_bytes) for n in unsent),
+            requests=sum(
+                part_count(objects[number].size_bytes, config.part_size_bytes) for number in unsent
+            ),
         )
         if self._on_store:
             copied |= self._copy_on_store(save, unsent)
@@ -281,20 +283,23 @@ class _Copy:
         """Return the objects that earlier copies have sent, by number. At most one listing."""
         assert save.token is not None
         store = save.open()
-        arrived: dict[int, StoredObject] = {}
+        had_marker = save.token.version is not None
+        # See the module: only then does no sweep remove the objects before the commit, and only
+        # then is an object that is listed whole.
+        if had_marker or not save.fenced or not store.capabilities.atomic_put:
+            return {}
         fingerprints = {self._streamed_fingerprint}
         if self._on_store:
             fingerprints.add(self._on_store_fingerprint)
-        if save.token.version is not None or not save.fenced or not store.capabilities.atomic_put:
-            return arrived
+        objects = self._index.objects
+        arrived: dict[int, StoredObject] = {}
         for meta in store.list():
             name = parse_data_key(meta.key)
             if name is None or name.nonce[len(save.nonce) :] not in fingerprints:
                 continue
-            for entry in self._index.objects[name.n : name.n + 1]:
-                if meta.size_bytes == entry.size_bytes:
-                    there = msgspec.structs.replace(entry, key=meta.key, e_tag=None)
-                    arrived[name.n] = StoredObject(there, 0, save.spec.url)
+            if name.number < len(objects) and meta.size_bytes == objects[name.number].size_bytes:
+                entry = msgspec.structs.replace(objects[name.number], key=meta.key, e_tag=None)
+                arrived[name.number] = StoredObject(entry, parts=0, url=save.spec.url)
         return arrived
 
     def _copy_on_store(self, save: Save, numbers: Sequence[int]) -> dict[int, StoredObject]:
@@ -351,7 +356,7 @@ class _Copy:
                     progress=progress,
                 )
             except BaseException as error:
-                progress.stop(error)  # the others, too
+                progress.stop(error)  # the other threads stop, too
                 raise
 
         with DaemonPool(threads, "copy") as pool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -482,17 +481,20 @@ class _Export:
     def run(self, *, overwrite: bool) -> dict[str, int]:
         """Write the files; return the sizes of those of all ranks, by name. A collective."""
         url, group = self._spec.url, self._group
-        self._earlier, new = on_first(lambda: self._look(overwrite=overwrite), url, group)
+        self._earlier, new_folders = on_first(
+            lambda: self._check_destination(overwrite=overwrite), url, group
+        )
         try:
             on_first(self._claim, url, group)
             _, failed = capture(self._write_shards)
-            of_ranks = from_all(self._written, url, group)
+            written_by_ranks = from_all(self._written, url, group)
             raise_on_all(failed, url, group)
-            sizes = on_first(lambda: self._finish(dict(ChainMap(*of_ranks))), url, group)
+            shards = {name: written[name] for written in written_by_ranks for name in written}
+            sizes = on_first(lambda: self._finish(shards), url, group)
         except BaseException as error:
             self._undo(error)
             self._remove_lock()
-            for folder in new:
+            for folder in new_folders:
                 with suppress(OSError):  # other ranks have files in it, or have removed it
                     folder.rmdir()
             raise
@@ -516,8 +518,8 @@ class _Export:
         is_here = self._spec.parsed.scheme in ("file", "memory")
         return self._store.capabilities if is_here else probed(self._store)
 
-    def _look(self, *, overwrite: bool) -> tuple[dict[str, ObjectMeta], list[Path]]:
-        """Return the files that are replaced or removed, and the folders that will be made.
+    def _check_destination(self, *, overwrite: bool) -> tuple[dict[str, ObjectMeta], list[Path]]:
+        """Return the existing files that the export replaces or removes, and the folders it makes.
 
         Raises:
             InputError: there are such files, and they are not to be replaced.
@@ -676,7 +678,7 @@ class _Export:
         plan = plan_parts(file.size_bytes, self._spec.config.part_size_bytes)
 
         def read() -> Iterator[ByteArray]:
-            reading.close()  # what an upload that was lost has not read
+            reading.close()  # the reads of an earlier try of this upload
             slabs = (
                 slab
                 for key in file.keys
@@ -723,14 +725,14 @@ class _Export:
         )
 
     def _undo(self, error: BaseException) -> None:
-        """Remove what this rank has written and put back what it has replaced, the last first.
+        """Remove the files that this rank has written, and put back those that it has replaced.
 
         What another export has written since stays. Where one has ended, earlier weights are not
         put back, and no small file is removed: it may have written the same bytes, which look the
         same. If a rank has died, the first removes its shards; if it was the first, after the end
         of the export, the export stays.
         """
-        names = [*self._written][::-1]
+        names = list(reversed(self._written))
         if self._group is not None and isinstance(error, RankFailedError):
             if is_first(self._group):
                 names += sorted(self._shards - {*names, *self._earlier})
@@ -738,7 +740,7 @@ class _Export:
                 return
         small = {file.name for file in self._plan.then[:-1]}
         is_lost = type(error) is LostRaceError
-        left = []
+        unremoved = []
         for name in names:
             may_remove, may_put_back = not (is_lost and name in small), not is_lost or name in small
             try:
@@ -746,9 +748,9 @@ class _Export:
             except (ObjectNotFoundError, PreconditionFailedError):
                 continue
             except DcpObjstoreError:
-                left.append(name)
-        if left:
-            error.add_note(f"{', '.join(left)} could not be removed from {self._store.url}")
+                unremoved.append(name)
+        if unremoved:
+            error.add_note(f"{', '.join(unremoved)} could not be removed from {self._store.url}")
 
     def _undo_file(self, name: str, *, may_remove: bool, may_put_back: bool) -> None:
         """Remove one file, or put back what it has replaced, if it is known to be of this export.

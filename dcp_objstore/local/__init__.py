@@ -1,1 +1,1 @@
-"""Copies of data objects on this node, written beside an upload and read instead of the store."""
+"""Copies of data objects on this node, written during an upload and read instead of the store."""

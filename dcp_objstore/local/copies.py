@@ -1,4 +1,4 @@
-"""`SaveCopies`, written beside an upload, and `LoadCopies`, read instead of the store.
+"""`SaveCopies`, written during an upload, and `LoadCopies`, read instead of the store.
 
 Nothing here raises because of the node: what goes wrong is one warning, and a `LocalUnused` event
 for each save or load. The store has everything.
@@ -61,7 +61,7 @@ class _Copies:
         self._is_over = False
         run, self._name = spec.parent()
         self._run_url = " ".join(filter(None, ((run or spec).url, spec.open().endpoint_url)))
-        with self._excused():
+        with self._giving_up_on_error():
             self._home = at.home_of(local.folder)
             self._run = self._home / xxhash.xxh3_128_hexdigest(self._run_url.encode())
             self._folder = self._run / (quote(self._name, safe="") or at.STORE_ROOT)
@@ -71,8 +71,8 @@ class _Copies:
         """Do what the save or load begins with."""
 
     @contextmanager
-    def _excused(self) -> Iterator[None]:
-        """Report what goes wrong on the node, and go on without copies."""
+    def _giving_up_on_error(self) -> Iterator[None]:
+        """Report an error of the `with` block, which ends there, and use no copies after it."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever it is, the store has everything
@@ -139,7 +139,7 @@ class SaveCopies(_Copies):
         return sum(sorted(states.values(), key=_newest_ns)[:-1], spares)
 
     @contextmanager
-    def beside(
+    def tee(
         self, key: str, buffers: Iterator[ByteArray], size_bytes: int
     ) -> Iterator[Iterator[ByteArray]]:
         """Yield an iterator over `buffers` that writes each of them to the copy, too.
@@ -152,7 +152,7 @@ class SaveCopies(_Copies):
             size_bytes: about how much that is.
         """
         with contextlib.ExitStack() as stack:
-            with self._excused():
+            with self._giving_up_on_error():
                 if not self._is_over:
                     path = self._folder / key
                     copy = _CopyBeingWritten(path, *self._create(key, size_bytes), self)
@@ -198,7 +198,7 @@ class SaveCopies(_Copies):
     def end(self) -> None:
         """Remove what these copies have not been written over."""
         at.remove(file.path for file in self._spares)
-        with self._excused():
+        with self._giving_up_on_error():
             if not self._is_over:
                 self._before[:] = filter(Path.exists, {*self._before, self._folder})
 
@@ -228,12 +228,13 @@ class _CopyBeingWritten:
         return buffer
 
     def _while_open(self, act: Callable[[], None]) -> None:
+        """Do something with the copy, unless it is closed; if that fails, close it."""
         with self._lock:
             if self._is_open:
-                with self._save._excused():
+                with self._save._giving_up_on_error():
                     act()
                     return
-                self._close()  # it has failed
+                self._close()  # reached only if `act` failed
 
     def _write(self, rest: memoryview) -> None:
         end = self._size_bytes + len(rest)

@@ -379,22 +379,24 @@ class _Bench:
         return measured
 
     def _call(self, do: Callable[..., object], name: str) -> _Round:
+        """Measure one save or load of a checkpoint; `do` is `save` or `load`."""
         spec = self._scratch.spec
-        seen: list[AnyEvent] = []
-        began_at, cpu = time.perf_counter(), time.process_time()
+        events: list[AnyEvent] = []
+        began_at, cpu_began_at = time.perf_counter(), time.process_time()
         do(
             self._state,
             f"{spec.url}/{name}",
             storage_options=spec.storage_options,
             config=self._config,
             progress=False,
-            on_event=seen.append,
+            on_event=events.append,
         )
-        seconds, cpu = time.perf_counter() - began_at, time.process_time() - cpu
-        requests = [event for event in seen if isinstance(event, PartUploaded | RangeRead)]
+        seconds = time.perf_counter() - began_at
+        cpu_seconds = time.process_time() - cpu_began_at
+        requests = [event for event in events if isinstance(event, PartUploaded | RangeRead)]
         return _Round(
             seconds=seconds,
-            cpu_seconds=cpu,
+            cpu_seconds=cpu_seconds,
             size_bytes=self._memory.nbytes,
             requests=len(requests),
             request_size_bytes=max((event.size_bytes for event in requests), default=0),
@@ -435,9 +437,11 @@ class _Bench:
         requests: Sequence[_PlainRequest],
         connections: int,
     ) -> _Round:
-        began_at, cpu = time.perf_counter(), time.process_time()
+        """Measure plain requests, several at a time; `do` is `_put` or `_get`."""
+        began_at, cpu_began_at = time.perf_counter(), time.process_time()
         _send_all(do, self._store, requests, connections=connections, stop=self._stop)
-        seconds, cpu = time.perf_counter() - began_at, time.process_time() - cpu
+        seconds = time.perf_counter() - began_at
+        cpu_seconds = time.process_time() - cpu_began_at
         sizes_bytes = [request.memory.nbytes for request in requests]
         if do is _put:
             self._sent_bytes += sum(sizes_bytes)
@@ -445,7 +449,7 @@ class _Bench:
             self._received_bytes += sum(sizes_bytes)
         return _Round(
             seconds=seconds,
-            cpu_seconds=cpu,
+            cpu_seconds=cpu_seconds,
             size_bytes=sum(sizes_bytes),
             requests=len(requests),
             request_size_bytes=max(sizes_bytes),

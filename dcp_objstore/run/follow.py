@@ -222,7 +222,7 @@ class _Follower:
     # --- the next step
 
     def _wanted(self, listed: Catalogue) -> list[Entry]:
-        """Return the steps that have yet to come."""
+        """Return the listed steps that were neither yielded nor skipped, the oldest first."""
         return [
             step
             for step in listed.steps
@@ -235,19 +235,23 @@ class _Follower:
         )
 
     def _chosen(self, wanted: list[Entry]) -> Entry:
+        """Return the wanted step to yield next."""
         return wanted[-1 if self.skip_to_newest else 0]
 
     def _take(self, listed: Catalogue) -> ListedCheckpoint | None:
-        """Return the next step, pinned; None if there is none."""
+        """Return the next step, pinned if `pin` is set; None if there is none.
+
+        A step that was deleted before it could be pinned is left out.
+        """
         while wanted := self._wanted(listed):
             step = self._chosen(wanted)
-            is_there = self.pin is None or self._pin(step.store.url, self.pin)
-            passed = wanted if is_there and self.skip_to_newest else [step]
-            self.seen |= {one.marker.commit_id for one in passed}
-            if is_there:
-                taken = as_listed(step, listed.base)
-                self.yielded[step.marker.commit_id] = taken
-                return taken
+            exists = self.pin is None or self._pin(step.store.url, self.pin)
+            done_with = wanted if exists and self.skip_to_newest else [step]
+            self.seen |= {entry.marker.commit_id for entry in done_with}
+            if exists:
+                checkpoint = as_listed(step, listed.base)
+                self.yielded[step.marker.commit_id] = checkpoint
+                return checkpoint
         return None
 
     def _is_over(self, listed: Catalogue) -> bool:

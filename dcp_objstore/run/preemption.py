@@ -98,7 +98,7 @@ class PreemptionWatch:
         self._called_at: float | None = None  # when the check was called last; inf if it returned
         self._warned: set[str] = set()
         self._ended = False
-        self._held: BaseException | None = None
+        self._handler_error: BaseException | None = None  # what an earlier handler raised
 
     def announced(self) -> bool:
         """Return whether the job must end. The first call starts the thread of the check."""
@@ -166,6 +166,7 @@ class PreemptionWatch:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: note it, and put off whatever would end the process (see the class)."""
         before = self._before.get(signal.Signals(number))
         if self not in _installed:
             self._pass_on(number, frame)
@@ -177,7 +178,7 @@ class PreemptionWatch:
         try:
             before(number, frame)
         except BaseException as error:  # noqa: BLE001 - raised by `raise_held`
-            self._held = error
+            self._handler_error = error
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """Do what the process did on this signal before the handler was installed."""
@@ -190,26 +191,27 @@ class PreemptionWatch:
             signal.signal(number, present)
 
     def answer(self) -> None:
-        """Record that the program learns now that it must end, so no signal needs to end it."""
+        """Record that the program now knows that it must end, so no signal needs to end it."""
         for watch in _installed:
             watch._answered = True
 
     def raise_held(self) -> None:
         """Raise, once, what an earlier handler has raised."""
-        held, self._held = self._held, None
-        if held is not None:
-            raise held
+        error, self._handler_error = self._handler_error, None
+        if error is not None:
+            raise error
 
     def end(self) -> None:
-        """Restore the handlers; then do what was put off, if the program does not know of it yet.
+        """Restore the earlier handlers, then let the signals that were put off take effect.
 
-        That may end the process, or raise. An error that is being raised is logged first.
+        After `answer` they have none: the program knows that it must end. Otherwise the process may
+        end here, or an earlier handler raises. The error that is being raised is logged before.
         """
         self.restore()
         put_off = set() if self._answered else self._put_off
         self._put_off = set()
         error = sys.exception()
-        if error is not None and (put_off or self._held is not None):
+        if error is not None and (put_off or self._handler_error is not None):
             logger.error("a signal ends this program, in which this was raised:", exc_info=error)
         for number in put_off:
             if in_main_thread():

@@ -112,9 +112,14 @@ def load_newest(
 
 
 def _is_lost(step: StoreSpec, key: str | None) -> bool:
-    """Whether a step is damaged, or no longer there. Only the payload of a key is read."""
+    """Whether a step is damaged or gone, according to a verification.
+
+    Args:
+        key: the only key whose payload is read; None for that of all keys.
+    """
     verify = partial(verify_at, step, EventSettings(None, None), deep=False, progress=False)
     try:
-        return not (verify(quick=True).ok and verify(quick=False, only_key=key).ok)
+        is_whole = verify(quick=True).ok and verify(quick=False, only_key=key).ok
     except (CheckpointGoneError, CheckpointNotFoundError):
         return True
+    return not is_whole

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -225,15 +224,22 @@ def fill_order(tensors: Mapping[str, Sequence[torch.Tensor]]) -> tuple[set[str],
     regions: list[_Region] = []
     for key, of_key in tensors.items():
         for of_part in zip(*map(parts, of_key), strict=True):
-            if held := [*filter(methodcaller("numel"), of_part)]:
-                regions.append(_region(key, len(regions), held))
+            nonempty = [tensor for tensor in of_part if tensor.numel()]
+            if nonempty:
+                regions.append(_region(key, len(regions), nonempty))
+    # The pairs of overlapping regions of two keys, the one filled earlier first.
     pairs: list[list[_Region]] = []
-    begun: list[_Region] = []
+    open_regions: list[_Region] = []  # those that may overlap the next one
     for region in sorted(regions, key=attrgetter("device", "start")):
-        begun = [r for r in begun if r.device == region.device and r.end > region.start]
-        others = [r for r in begun if r.key != region.key]
-        pairs += [sorted((r, region), key=attrgetter("number")) for r in others]
-        begun.append(region)
+        open_regions = [
+            before
+            for before in open_regions
+            if before.device == region.device and before.end > region.start
+        ]
+        for before in open_regions:
+            if before.key != region.key:
+                pairs.append(sorted((before, region), key=attrgetter("number")))
+        open_regions.append(region)
     hidden = {earlier.number for earlier, later in pairs if later.covers(earlier)}
     needed = {region.key for region in regions if region.number not in hidden}
     covered = {region.key for region in regions} - needed
@@ -247,14 +253,20 @@ def fill_order(tensors: Mapping[str, Sequence[torch.Tensor]]) -> tuple[set[str],
 
 
 def _region(key: str, number: int, tensors: Sequence[torch.Tensor]) -> _Region:
-    starts = [*map(methodcaller("data_ptr"), tensors)]
+    """Return the region of memory from the first byte of these tensors to the last.
+
+    Args:
+        key: the key of the tensors.
+        number: the region's place in the order of filling.
+        tensors: tensors on one device.
+    """
     return _Region(
         key=key,
         number=number,
         device=str(tensors[0].device),
-        start=min(starts),
-        end=max(map(operator.add, starts, map(reach, tensors))),
-        size_bytes=sum(map(attrgetter("nbytes"), tensors)),
+        start=min(tensor.data_ptr() for tensor in tensors),
+        end=max(tensor.data_ptr() + reach(tensor) for tensor in tensors),
+        size_bytes=sum(tensor.nbytes for tensor in tensors),
         tensors=tensors,
     )
 

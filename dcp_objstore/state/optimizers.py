@@ -167,7 +167,7 @@ class NamedOptimizer:
     def _like(self, path: Path, saved: Any, record: Record) -> torch.Tensor | None:
         """Return the parameter of an entry, if `load_state_dict` puts the entry on its device.
 
-        Only its shard if the entry was a plain tensor beside a parameter that was sharded.
+        If the parameter was saved sharded and the entry as a plain tensor, return the shard.
         """
         if len(path) < 3 or path[0] != "state" or path[1] not in self._number_of:
             return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -38,6 +38,11 @@ class Empty:
     """
 
 
+class _Destination(NamedTuple):
+    holder: dict[str, Any]
+    name: str
+
+
 _SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
 
 
@@ -49,13 +54,13 @@ class Record:
         paths: the place of each key in the nested dict that was saved, as far as it is known.
 
     Attributes:
-        made: the key of each tensor that was made to load into, with the dict that holds it and its
-            name there.
+        destinations: by key, where the load put a new tensor to load into, since the value has
+            none there yet.
     """
 
     def __init__(self, metadata: Metadata, paths: Mapping[str, Path]) -> None:
         self.entries = metadata.state_dict_metadata
-        self.made: dict[str, tuple[dict[str, Any], str]] = {}
+        self.destinations: dict[str, _Destination] = {}
         self._paths = paths
         self._sorted = sorted(self.entries)
 
@@ -79,31 +84,41 @@ class Record:
         return {".".join(key.split(".", depth)[:depth]) for key in self._sorted}
 
     def takes(self, key: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> bool:
-        """Take a stored tensor of a subclass in place of the plain one that was made.
+        """Put a stored tensor of a subclass in place of the plain tensor to load into.
+
+        Args:
+            key: its key.
+            tensor: the stored tensor.
+            sizes: the sizes of the part of it that this rank needs.
+
+        Returns:
+            True if it was replaced. False if the user's value has a tensor, which is to be filled.
 
         Raises:
             StateMismatchError: this rank needs another part of the tensor than one rank has saved.
         """
-        if key not in self.made:
+        if key not in self.destinations:
             return False
-        wanted, name = self.made[key]
-        made = wanted[name]
-        if not tuple(torch_private.local_tensor(made).size()) == tuple(tensor.size()) == sizes:
+        holder, name = self.destinations[key]
+        plain = holder[name]
+        if not tuple(torch_private.local_tensor(plain).size()) == tuple(tensor.size()) == sizes:
             raise StateMismatchError(
                 f"saved as parts of a {type(tensor).__name__}, of which this rank needs another",
                 advice="step the optimizer once before the load, so that it has tensors to fill",
                 key=key,
             )
-        taken = tensor.to(made.device)
-        is_sharded = isinstance(made, DTensor)
-        wanted[name] = torch_private.dtensor_alike(taken, made) if is_sharded else taken
+        stored = tensor.to(plain.device)
+        if isinstance(plain, DTensor):
+            stored = torch_private.dtensor_alike(stored, plain)
+        holder[name] = stored
         return True
 
 
 def below(path: Path, length: int) -> Path:
     """Return the part of a path below a prefix of its name; `length` counts the dot after it.
 
-    A step that the prefix ends within is the name of several, as in torch's flattened form.
+    If the prefix ends inside a key of the path, that key is several names joined by dots, as in
+    torch's flattened form.
     """
     for number, step in enumerate(path):
         length -= len(str(step)) + 1
@@ -155,7 +170,7 @@ class Asked:
         if not isinstance(saved, TensorStorageMetadata):
             current = None
         elif not isinstance(current, torch.Tensor):
-            self._record.made[key] = self.wanted, name
+            self._record.destinations[key] = _Destination(self.wanted, name)
             current = _destination(saved, like)
         self.paths[name], self.wanted[name] = path, current
 

@@ -268,8 +268,8 @@ class BaseStore(ABC, Generic[Place]):
     def _delete(self, place: Place) -> None:
         """Do what `ObjectStore.delete` does; an absent object may be an error."""
 
-    def _fits(self, meta: ObjectMeta, max_size_bytes: int) -> ObjectMeta:
-        """Return the metadata of an object, unless it is larger than expected."""
+    def _check_size(self, meta: ObjectMeta, max_size_bytes: int) -> ObjectMeta:
+        """Return the metadata of an object; raise if the object is larger than expected."""
         if meta.size_bytes > max_size_bytes:
             raise errors.CorruptDataError(
                 f"the object has {meta.size_bytes} bytes, at most {max_size_bytes} expected"

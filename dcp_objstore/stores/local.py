@@ -162,7 +162,7 @@ class LocalStore(BaseStore[Path]):
 
     def _get(self, place: Path, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         with _opened(place) as (fd, status):
-            meta = self._fits(_meta(self._key(place), status), max_size_bytes)
+            meta = self._check_size(_meta(self._key(place), status), max_size_bytes)
             with open(fd, "rb", closefd=False) as file:
                 return file.read(meta.size_bytes), meta
 

@@ -312,6 +312,10 @@ class Requests:
         tries.again(error, self._judged(tries, error), begun_at)
 
     def _judged(self, tries: Tries, error: Exception) -> Failure:
+        """Return what a failed try means; shorten the retries if the server has never answered.
+
+        A server that never answered is probably the wrong URL, so the user should learn it soon.
+        """
         failure = self._judge(error)
         self.reached = self.reached or failure.answered
         if not self.reached:

@@ -542,15 +542,16 @@ def _wait_for_all() -> None:
 
 
 def _show_unseen_errors() -> None:
-    """Print, at exit, the errors of saves that were never asked for.
+    """Print, at exit, the error of each failed save whose result nobody asked for.
 
     The interpreter runs this after the saves have ended.
     """
-    why = "the background save failed, and the program ended without asking for its result"
+    unseen = "the background save failed, and the program ended without asking for its result"
     for handle in _saves.here.unsettled:
         if handle._has_unseen_error:
             assert handle._error is not None
-            show_lost(handle.url, handle._error, TOO_LATE if handle._outlived else why)
+            reason = TOO_LATE if handle._outlived else unseen
+            show_lost(handle.url, handle._error, reason)
 
 
 at_program_end(_wait_for_all)

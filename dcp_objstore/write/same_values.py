@@ -111,12 +111,14 @@ class SeenValues:
 
 
 def _digest(pickler: type[_Quick | _Exact], value: object) -> bytes | None:
-    """Return a digest of a pickle in which no part refers to an earlier one."""
+    """Return a digest of a value's pickle, or None if the value cannot be pickled."""
     digest = xxhash.xxh3_128()
-    writing = pickler(SimpleNamespace(write=digest.update), protocol=5)
-    writing.fast = True
+    file = SimpleNamespace(write=digest.update)  # the pickle is hashed and not kept
+    value_pickler = pickler(file, protocol=5)
+    # Without the memo, equal parts are written alike whether or not they are one object.
+    value_pickler.fast = True
     try:
-        writing.dump(value)
+        value_pickler.dump(value)
     except Exception:  # noqa: BLE001 - what cannot be pickled is reported when it is uploaded
         return None
     return digest.digest()

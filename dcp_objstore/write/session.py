@@ -245,7 +245,7 @@ def _refuse_uncounted(claim: RunClaim | None, step: StoreSpec) -> None:
         run, _ = step.parent()
         if run is not None:
             refuse_uncounted(run.open(), 0)
-    except UnsupportedError:
+    except UnsupportedError:  # an `InputError`, but it says that `_CLAIM` has been read
         raise
     except InputError as error:
         logger.debug(

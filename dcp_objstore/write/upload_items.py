@@ -185,7 +185,7 @@ def _upload_object(
                 if copies is None:
                     return layout.buffers()
                 open_copy.close()  # the copy of an upload that was lost
-                return open_copy.enter_context(copies.beside(key, layout.buffers(), size_bytes))
+                return open_copy.enter_context(copies.tee(key, layout.buffers(), size_bytes))
 
             uploaded = upload_object(
                 store,

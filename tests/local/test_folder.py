@@ -286,7 +286,7 @@ def test_a_write_that_hangs_does_not_hold_up_who_gives_the_copy_up(node, monkeyp
     save = copies.SaveCopies(local, spec, Mock(), 0)
     monkeypatch.setattr(os, "pwrite", hang)
     with ThreadPoolExecutor(1) as pool:
-        with save.beside("k", iter([b"x"]), 1) as buffers:
+        with save.tee("k", iter([b"x"]), 1) as buffers:
             uploading = pool.submit(list, buffers)
             assert writing.wait(60)
         assert not uploading.done()

@@ -693,7 +693,7 @@ def test_what_one_copy_fails_to_bring_is_uploaded_and_the_others_stay(
         if one.verb in ("copy", "put", "put_stream") and one.key.endswith(".distcp")
     ]
     names = [parse_data_key(key) for key in written]
-    assert sorted((name.rank, name.n) for name in names if name) == [(0, 0), (0, 1), (0, 2)]
+    assert sorted((name.rank, name.number) for name in names if name) == [(0, 0), (0, 1), (0, 2)]
     assert_holds(local.at("step-2"), None, 1)
 
 

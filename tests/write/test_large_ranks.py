@@ -45,8 +45,8 @@ def test_a_rank_writes_several_objects_in_order_and_all_verbs_know_them(bucket):
     for asked in sent:
         name = parse_data_key(asked.name)
         assert name is not None
-        if name.n not in by_rank[name.rank]:
-            by_rank[name.rank].append(name.n)
+        if name.number not in by_rank[name.rank]:
+            by_rank[name.rank].append(name.number)
     # Two tensors, one tensor, the large one, the last two: in this order, and none is begun twice.
     assert by_rank == {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]}
     # What carries bytes, and beginning and completing the one object per rank that has parts.

@@ -138,7 +138,7 @@ class FsspecStore(BaseStore[str]):
         """Metadata are asked for before and after the body."""
         before = self._info(place)
         for _ in range(_GET_TRIES):
-            meta = self._fits(self._meta(place, before), max_size_bytes)
+            meta = self._check_size(self._meta(place, before), max_size_bytes)
             body: bytes = self._fs.cat_file(place)
             after = self._info(place)
             if _version(before) == _version(after):

@@ -186,7 +186,7 @@ class Clients(Requests):
             )
         except Exception as error:
             _, code = http_code(error)
-            if code is not None:
+            if code is not None:  # only a store answers with an error code
                 self.proven = True
             raise
 

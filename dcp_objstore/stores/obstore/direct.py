@@ -1,12 +1,13 @@
-"""`DirectLane`: ranged GETs straight into the caller's memory, past the transport.
+"""`DirectLane`: ranged GETs straight into the caller's memory, without obstore.
 
-The transport gathers the pieces of a body and joins them, which for large ranges is most of what
-a download costs. This lane has a request signed (`makers`) and receives the body where it is
-wanted, with the standard library's HTTP client and TLS (figures: docs/design/direct-reads.md).
+obstore gathers the pieces of a body and joins them, which for large ranges is most of what a
+download costs. This lane sends a signed request and receives the body into the caller's memory,
+with the standard library's HTTP client and TLS (figures: docs/design/direct-reads.md).
 
-It only ever tries: an answer that is not exactly the bytes asked for, a refusal, a lost or slow
-connection, a certificate that is not valid, and what it cannot do at all (a proxy) are left to the
-transport, which knows how to retry and what to say. So nothing depends on it.
+It tries each request once. The caller asks obstore, which retries and reports errors, if the answer
+is not exactly the requested bytes, the request is refused, the connection is lost or slow, the
+certificate is not valid, or there is a proxy, which the lane does not support. So nothing depends
+on the lane.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from typing_extensions import Buffer
@@ -83,6 +85,12 @@ class SignedGet:
 _Connection = http.client.HTTPConnection
 
 
+class _IdleConnection(NamedTuple):
+    connection: _Connection
+    origin: str
+    idle_since: float
+
+
 class DirectLane:
     """Reads ranges of one bucket's objects over its own connections. Safe from many threads.
 
@@ -109,7 +117,7 @@ class DirectLane:
         # The sessions by origin. A session that is resumed saves most of the next handshake.
         self._sessions: dict[str, ssl.SSLSession | None] = {}
         self._signed: dict[str, SignedGet] = {}
-        self._idle: list[tuple[_Connection, str, float]] = []
+        self._idle: list[_IdleConnection] = []
         self._lock = threading.Lock()
         self._failures = 0
         self.answered = False
@@ -158,9 +166,10 @@ class DirectLane:
             with self._lock:
                 if isinstance(sock, TlsSocket):
                     self._sessions[origin] = sock.session
-                self._idle.append((connection, origin, time.monotonic()))
+                self._idle.append(_IdleConnection(connection, origin, time.monotonic()))
 
     def _get(self, path: str) -> SignedGet:
+        """Return the signed GET of an object: the last one while it is valid, else a new one."""
         now = time.monotonic()
         with self._lock:
             known = self._signed.get(path)
@@ -170,25 +179,27 @@ class DirectLane:
         signed = replace(signed, until=min(signed.until, now + _USED_FOR_SECONDS))
         with self._lock:
             self._signed.pop(path, None)
-            self._signed[path] = signed  # behind the others, which are older
+            self._signed[path] = signed  # the newest comes last, so the first is the oldest
             if len(self._signed) > _MOST_SIGNED:
                 del self._signed[next(iter(self._signed))]
         return signed
 
     def _connection(self, origin: str) -> tuple[_Connection, bool]:
-        """An idle connection or a new one, and whether it is new."""
-        latest = time.monotonic() - _IDLE_SECONDS
+        """Return a connection to the origin and whether it is new; close those idle too long."""
+        oldest = time.monotonic() - _IDLE_SECONDS
+        reused = None
         with self._lock:
-            kept, self._idle = self._idle, []
-            connected = None
-            for connection, where, since in kept:
-                if since < latest:
-                    connection.close()
-                elif connected is None and where == origin:
-                    connected = connection
+            all_idle, self._idle = self._idle, []
+            for idle in all_idle:
+                if idle.idle_since < oldest:
+                    idle.connection.close()
+                elif reused is None and idle.origin == origin:
+                    reused = idle.connection
                 else:
-                    self._idle.append((connection, where, since))
-        return (connected, False) if connected is not None else (self.connect(origin), True)
+                    self._idle.append(idle)
+        if reused is not None:
+            return reused, False
+        return self.connect(origin), True
 
     def connect(self, origin: str) -> _Connection:
         """Make a new connection."""

@@ -223,7 +223,7 @@ class ObstoreStore(BaseStore[str]):
                 other, key = self._other(error), place.removeprefix(self._root)
                 return other.get(key, max_size_bytes=max_size_bytes)
             check_no_page(answer.attributes.get("Content-Type"))
-            meta = self._fits(self._meta(answer.meta), max_size_bytes)
+            meta = self._check_size(self._meta(answer.meta), max_size_bytes)
             return bytes(answer.bytes()), meta
 
         return self._clients.run(self._clients.tries("get", place), read)

@@ -84,6 +84,13 @@ class S3fsStore(S3Store):
         seconds: float | None = None,
         check: Callable[[], None] | None = None,
     ) -> Any:
+        """Run a coroutine in the event loop of s3fs and return its result.
+
+        Args:
+            seconds: the time-out. Default: none.
+            check: a function that is called every `STEP_SECONDS` during the wait; it ends the wait
+                by raising.
+        """
         sent = asyncio.run_coroutine_threadsafe(coroutine, self._filesystems.read.loop)
         step_seconds = None if check is None else STEP_SECONDS
         try:

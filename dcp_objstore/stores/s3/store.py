@@ -291,7 +291,7 @@ class S3Store(BaseStore["dict[str, str]"]):
     def _get(self, place: dict[str, str], max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         answer, body = self._read_again("get", place, max_size_bytes)
         errors.check_no_page(answer.get("ContentType"))
-        return bytes(body or b""), self._fits(self._meta(place, answer), max_size_bytes)
+        return bytes(body or b""), self._check_size(self._meta(place, answer), max_size_bytes)
 
     def _read_again(
         self, verb: str, target: Mapping[str, str], max_size_bytes: int
