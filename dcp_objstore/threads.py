@@ -167,7 +167,7 @@ def wait_in_steps(
     wait: Callable[[float | None], bool],
     timeout_seconds: float | None = None,
     *,
-    look: Callable[[], object] | None = None,
+    check: Callable[[], object] | None = None,
     step_seconds: float | None = None,
 ) -> bool:
     """Call `wait` until it returns True or the time is over; return whether it did.
@@ -175,7 +175,7 @@ def wait_in_steps(
     Args:
         wait: blocks for at most the given number of seconds; without a limit if it is None.
         timeout_seconds: how long to wait. Default: without a limit.
-        look: called between two steps. If it raises, the wait ends.
+        check: called between two steps. If it raises, the wait ends.
         step_seconds: length of a step outside the main thread. Default: a single step.
     """
     step = STEP_SECONDS if in_main_thread() else step_seconds
@@ -188,21 +188,21 @@ def wait_in_steps(
             return True
         if left <= step:
             return False
-        if look is not None:
-            look()
+        if check is not None:
+            check()
 
 
 def result_of(
     future: Future[T],
     timeout_seconds: float | None = None,
     *,
-    look: Callable[[], object] | None = None,
+    check: Callable[[], object] | None = None,
     step_seconds: float | None = None,
 ) -> T:
     """Return `future.result(timeout_seconds)`; the arguments are those of `wait_in_steps`."""
     ended = partial(has_ended, future)
     try:
-        if wait_in_steps(ended, timeout_seconds, look=look, step_seconds=step_seconds):
+        if wait_in_steps(ended, timeout_seconds, check=check, step_seconds=step_seconds):
             return future.result(0)
     finally:
         del future, ended  # its error has this frame, and would wait for the garbage collector
@@ -226,7 +226,7 @@ def wait_until(event: threading.Event, timeout_seconds: float | None = None) -> 
 def take(
     source: queue.SimpleQueue[T],
     *,
-    look: Callable[[], object] | None = None,
+    check: Callable[[], object] | None = None,
     step_seconds: float | None = None,
 ) -> T:
     """Return `source.get()`; the other arguments are those of `wait_in_steps`."""
@@ -239,5 +239,5 @@ def take(
             return False
         return True
 
-    wait_in_steps(get, look=look, step_seconds=step_seconds)
+    wait_in_steps(get, check=check, step_seconds=step_seconds)
     return taken.pop()

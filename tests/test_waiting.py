@@ -34,7 +34,7 @@ class Waits:
 
 def test_the_main_thread_waits_in_steps_and_looks_between_them():
     waits, looked = Waits(3), []
-    assert wait_in_steps(waits, look=lambda: looked.append(len(waits.seconds)))
+    assert wait_in_steps(waits, check=lambda: looked.append(len(waits.seconds)))
     assert waits.seconds == [STEP_SECONDS] * 3
     assert looked == [1, 2]
 
@@ -63,7 +63,7 @@ def test_an_error_of_the_look_ends_the_waiting():
         raise InterruptedError
 
     def wait() -> object:
-        return take(queue.SimpleQueue[None](), look=look, step_seconds=0.01)
+        return take(queue.SimpleQueue[None](), check=look, step_seconds=0.01)
 
     with pytest.raises(InterruptedError):
         wait()
@@ -75,7 +75,7 @@ def test_a_result_that_is_a_time_out_is_not_taken_for_one_of_the_waiting():
     failed: Future[None] = Future()
     failed.set_exception(TimeoutError("its own"))
     with pytest.raises(TimeoutError, match="its own"):
-        result_of(failed, look=pytest.fail)
+        result_of(failed, check=pytest.fail)
 
 
 def test_none_can_be_taken():

@@ -29,7 +29,7 @@ from dcp_objstore.transfer.workers import WAVE, in_waves
 FORMAT: Final = 1
 MAX_SIZE_BYTES: Final = 4096
 _WHAT = "the run's _CLAIM"
-_warned_of: set[str] = set()  # by `is_place`
+_warned_of: set[str] = set()  # by `can_be_in_url`
 
 OpenBelow: TypeAlias = Callable[[str], "ObjectStore"]
 # The objects at a prefix, by their names there.
@@ -207,7 +207,9 @@ def commit_time(marker: Marker, objects: Objects) -> CommitTime:
     return CommitTime(by_store, marker.created_at)
 
 
-def list_places(store: ObjectStore, *, all_data: bool = False) -> dict[str, dict[str, ObjectMeta]]:
+def list_by_prefix(
+    store: ObjectStore, *, all_data: bool = False
+) -> dict[str, dict[str, ObjectMeta]]:
     """List what lies at and below a URL: the objects at each prefix, by their names there.
 
     A prefix that no URL can name is left out, with one warning: another program wrote it.
@@ -216,7 +218,7 @@ def list_places(store: ObjectStore, *, all_data: bool = False) -> dict[str, dict
         all_data: keep all data objects, of which 10,000 ranks write 70,000 in each step. Default:
             one of this library's for each prefix, which shows that there are some.
     """
-    places: dict[str, dict[str, ObjectMeta]] = defaultdict(dict)
+    objects_at: dict[str, dict[str, ObjectMeta]] = defaultdict(dict)
     with_data: set[str] = set()
     for meta in store.list():
         prefix, _, name = meta.key.rpartition("/")
@@ -224,11 +226,15 @@ def list_places(store: ObjectStore, *, all_data: bool = False) -> dict[str, dict
             if prefix in with_data:
                 continue
             with_data.add(prefix)
-        places[prefix][name] = meta
-    return {prefix: objects for prefix, objects in places.items() if is_place(prefix, store.url)}
+        objects_at[prefix][name] = meta
+    return {
+        prefix: objects
+        for prefix, objects in objects_at.items()
+        if can_be_in_url(prefix, store.url)
+    }
 
 
-def is_place(prefix: str, below: str) -> bool:
+def can_be_in_url(prefix: str, below: str) -> bool:
     """Return whether a prefix can be in a URL. Otherwise warn, once for each."""
     try:
         if prefix:
@@ -267,13 +273,13 @@ class Markers(dict[str, Entry]):
             known = self[name] = read_entry(name, store, objects)
         return known
 
-    def forget_others(self, places: Mapping[str, Objects]) -> None:
+    def forget_others(self, objects_at: Mapping[str, Objects]) -> None:
         """Forget the markers of steps that a listing lacks."""
-        for name in self.keys() - places.keys():
+        for name in self.keys() - objects_at.keys():
             del self[name]
 
 
-def step_names(places: Mapping[str, Objects], *, bare: bool = False) -> set[str]:
+def step_names(objects_at: Mapping[str, Objects], *, bare: bool = False) -> set[str]:
     """Return the names of the steps of a run that have a marker.
 
     Args:
@@ -283,13 +289,13 @@ def step_names(places: Mapping[str, Objects], *, bare: bool = False) -> set[str]
     """
     return {
         name
-        for name, objects in places.items()
+        for name, objects in objects_at.items()
         if name and "/" not in name and MARKER_KEY in objects and (bare or len(objects) > 1)
     }
 
 
 def read_steps(
-    places: Mapping[str, Objects],
+    objects_at: Mapping[str, Objects],
     open_step: OpenBelow,
     *,
     bare: bool = False,
@@ -300,7 +306,7 @@ def read_steps(
     """Read the markers of the steps of a run, several at a time; the last name first.
 
     Args:
-        places: what lies below the run.
+        objects_at: the objects below the run, by prefix and name.
         open_step: returns the store of a step by its name; called from several threads.
         bare: as for `step_names`.
         with_damaged: yield the steps whose markers are damaged, too. Default: log a warning.
@@ -310,8 +316,8 @@ def read_steps(
     Raises:
         UnsupportedError: a step is in a newer format.
     """
-    names = sorted(step_names(places, bare=bare), key=natural_order, reverse=True)
-    for entry in in_waves(lambda name: read(name, open_step(name), places[name]), names, wave):
+    names = sorted(step_names(objects_at, bare=bare), key=natural_order, reverse=True)
+    for entry in in_waves(lambda name: read(name, open_step(name), objects_at[name]), names, wave):
         if isinstance(entry.error, UnsupportedError):
             raise entry.error
         if entry.error is not None and not with_damaged:
@@ -330,13 +336,13 @@ class Catalogue:
     Attributes:
         claim: the content of its `_CLAIM`, or None.
         base: the oldest claim whose steps count.
-        places: the objects below the run, by prefix and name; of data objects, one a prefix.
+        objects_at: the objects below the run, by prefix and name; of data objects, one a prefix.
         steps: the steps that count, in natural order of their names, the newest last.
     """
 
     claim: ClaimRecord | None
     base: int
-    places: Mapping[str, Objects]
+    objects_at: Mapping[str, Objects]
     steps: list[Entry]
 
 
@@ -370,17 +376,17 @@ def list_run(
     wave = WAVE if newest is None else min(newest, WAVE)
     while True:
         standing = read_standing(run, open_step)
-        places = list_places(run)
+        objects_at = list_by_prefix(run)
         counting = (
             entry
             for entry in read_steps(
-                places, open_step, with_damaged=with_damaged, wave=wave, read=read
+                objects_at, open_step, with_damaged=with_damaged, wave=wave, read=read
             )
             if entry.error is not None or counts(entry.marker, standing.base)
         )
         steps = list(islice(counting, newest))
         if read_standing(run, open_step) == standing:
-            return Catalogue(*standing, places, steps[::-1])
+            return Catalogue(*standing, objects_at, steps[::-1])
         pause_or_raise(
             run, tries, "other jobs kept claiming this run until the deadline; try again"
         )
@@ -397,6 +403,6 @@ def next_step(run: ObjectStore, open_step: OpenBelow, name: str) -> str | None:
     if claim is None:
         return None
     own = natural_order(name)
-    later = {at: objects for at, objects in list_places(run).items() if natural_order(at) > own}
+    later = {at: objects for at, objects in list_by_prefix(run).items() if natural_order(at) > own}
     names = [step.name for step in read_steps(later, open_step) if counts(step.marker, base)]
     return names[-1] if names else None

@@ -57,7 +57,7 @@ from dcp_objstore.checkpoint.catalogue import (
     base_by,
     counts,
     encode_claim,
-    list_places,
+    list_by_prefix,
     read_claim,
     read_steps,
     step_names,
@@ -155,7 +155,7 @@ def claim_run(
     if known:
         last = known.record.number
     else:
-        last = _last_claim(_read_all(list_places(run), open_step, bare=True))
+        last = _last_claim(_read_all(list_by_prefix(run), open_step, bare=True))
     return _take(run, open_step, known, number=last + 1, clock=clock)
 
 
@@ -236,8 +236,8 @@ def _take(
     # If it names the same step again, the fence must not pass for its commit.
     least = number + 1 if saves and before.going_back else number
     while True:
-        places = list_places(run)
-        steps = _read_all(places, open_step, keeps=keeps)
+        objects_at = list_by_prefix(run)
+        steps = _read_all(objects_at, open_step, keeps=keeps)
         counting = [step for step in steps if counts(step.marker, base)]
         kept = [step for step in counting if keeps(step.name)]
         left = [step for step in counting if not keeps(step.name)]
@@ -248,7 +248,9 @@ def _take(
             number = later
             claimed = put(claimed, before.base, before.going_back)
         # Nothing is given up because one listing lacked it.
-        if _adopt(kept, number, clock) and step_names(list_places(run)) <= step_names(places):
+        if _adopt(kept, number, clock) and step_names(list_by_prefix(run)) <= step_names(
+            objects_at
+        ):
             if saves:
                 put(claimed, base, GoingBack(step=saves, claim=number))
                 _log_left(run, saves, left)
@@ -286,7 +288,7 @@ def _base_for_good(open_step: OpenBelow, claim: ClaimRecord, number: int, tries:
 def _swap(
     run: ObjectStore, record: ClaimRecord, version: Version | None, clock: Clock
 ) -> SwapOutcome[ClaimRecord]:
-    """Put `_CLAIM` if it still has this version."""
+    """Put `_CLAIM` if it still has this version; with None, if there is no `_CLAIM`."""
     return compare_and_swap(
         run,
         CLAIM_KEY,
@@ -335,7 +337,7 @@ def _log_left(run: ObjectStore, saves: str, left: Sequence[Entry]) -> None:
 
 
 def _read_all(
-    places: Mapping[str, Objects],
+    objects_at: Mapping[str, Objects],
     open_step: OpenBelow,
     *,
     keeps: Callable[[str], bool] = lambda _: True,
@@ -348,7 +350,7 @@ def _read_all(
             out.
     """
     steps = []
-    for step in read_steps(places, open_step, bare=bare, with_damaged=True):
+    for step in read_steps(objects_at, open_step, bare=bare, with_damaged=True):
         if step.error is None:
             steps.append(step)
         elif keeps(step.name):

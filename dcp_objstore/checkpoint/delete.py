@@ -136,13 +136,15 @@ def delete(
 def remove_deleted(store: ObjectStore, commit_id: str) -> None:
     """Remove the objects of a commit whose deletion had a grace period, which is over.
 
-    Does nothing if another save has begun to use the place since, or if the index cannot be read.
+    Does nothing if another save has written to this URL since, or if the index cannot be read.
     """
     stored = read_marker(store)
     if stored is None or stored.record.commit_id != commit_id:
         return
     if stored.record.state == "deleted":
-        _remove(store, _referenced(store, stored.record) or ())
+        keys = _referenced(store, stored.record)
+        if keys is not None:
+            _remove(store, keys)
 
 
 def check_deletion_grace(grace_seconds: float) -> float:

@@ -387,6 +387,7 @@ class _Sweep:
         return aligned
 
     def _mend(self, done: CheckpointSweep, stored: Stored[Marker]) -> CheckpointSweep:
+        """Bring `.metadata` into line with the marker, unless the marker has changed since."""
         if not self.dry_run:
             again = read_marker(self.store)
             if again is None or again.record.write_id != stored.record.write_id:
@@ -401,6 +402,13 @@ class _Sweep:
     def _remove(
         self, done: CheckpointSweep, plan: SweepPlan, stored: Stored[Marker] | None
     ) -> CheckpointSweep:
+        """Fence the checkpoint, then delete the candidates that are old by the store's clock.
+
+        Args:
+            done: the report so far.
+            plan: what the listing showed.
+            stored: the marker as it was read; None if there is none.
+        """
         if self.dry_run:
             change = None if stored is None else self._align(stored).change
             if change is not None:
@@ -420,21 +428,25 @@ class _Sweep:
         if not candidates or not marker_is_old:
             reason = "by the store's clock, nothing is older than the grace period"
             return replace(done, outcome="waiting", reason=reason)
-        return self._remove_behind(done, fence, candidates, oldest_kept)
+        return self._remove_after_fence(done, fence, candidates, oldest_kept)
 
-    def _remove_behind(
+    def _remove_after_fence(
         self,
         done: CheckpointSweep,
         fence: Stored[Marker],
         candidates: Sequence[ObjectMeta],
         oldest_kept: datetime,
     ) -> CheckpointSweep:
-        """Bring `.metadata` into line; if it was already, delete the candidates.
+        """Bring `.metadata` into line with the marker; if it was already, delete the candidates.
 
-        Called behind the fence.
+        Args:
+            done: the report so far.
+            fence: the marker that this sweep has written.
+            candidates: the objects to delete.
+            oldest_kept: the beginning of the grace period, by the store's clock.
         """
         aligned = self._align(fence)
-        if aligned.change is not None:
+        if aligned.change is not None:  # stock readers may still use the old one
             return replace(done, outcome="mended", dot_metadata=aligned.change)
         if aligned.stored.record.write_id != fence.record.write_id:
             return replace(done, outcome="lost", reason=_LOST)

@@ -13,7 +13,7 @@ from dcp_objstore.observe.report import GIB, counted, size_text
 
 _HEAD = ("GiB/s", "lowest", "highest", "CPU-s/GiB", "requests", "at a time")
 # From this share on, something is used up.
-_NEARLY = 0.8
+_NEARLY_BUSY = 0.8
 
 
 def measure(
@@ -47,7 +47,7 @@ def measure(
 
 
 def _print(report: dos.measure.BenchReport) -> None:
-    """Print what it comes to, then the figures, then warnings."""
+    """Print a sentence for saves and one for loads, then the figures, then warnings."""
     say(report.url)
     say(f"{size_text(report.size_bytes)} of tensors, one process, {report.seconds:.0f} s in all")
     say()
@@ -55,15 +55,15 @@ def _print(report: dos.measure.BenchReport) -> None:
         ("save", report.save, report.plain_puts),
         ("load", report.load, report.plain_gets),
     )
-    for name, whole, plain in directions:
-        text = _in_words(name, whole, plain=plain, report=report)
+    for name, transfer, plain in directions:
+        text = _in_words(name, transfer, plain=plain, report=report)
         say(*wrapped(text, columns(), "      "))
     say()
     say(f"small requests GET {_spread(report.get_ms)} ms, PUT {_spread(report.put_ms)} ms")
     say()
     lines: list[tuple[str, ...]] = [("", *_HEAD)]
-    for name, whole, plain in directions:
-        lines.append((name, *_row(whole)))
+    for name, transfer, plain in directions:
+        lines.append((name, *_row(transfer)))
         lines.append(("plain PUTs" if name == "save" else "plain GETs", *_row(plain)))
     say(*aligned(lines, _HEAD))
     if report.warnings:
@@ -74,18 +74,25 @@ def _print(report: dos.measure.BenchReport) -> None:
 
 def _in_words(
     name: str,
-    whole: dos.measure.Throughput,
+    transfer: dos.measure.Throughput,
     *,
     plain: dos.measure.Throughput,
     report: dos.measure.BenchReport,
 ) -> str:
-    """Say how fast a save or load is, and what it waits for, if the figures are good enough."""
-    speed, plain_speed = whole.gib_per_second.median, plain.gib_per_second.median
+    """Say how fast a save or load is, and what limits it, if the figures are good enough.
+
+    Args:
+        name: "save" or "load".
+        transfer: the figures of the save or load.
+        plain: the figures of plain requests of the same size.
+        report: the report that has both.
+    """
+    speed, plain_speed = transfer.gib_per_second.median, plain.gib_per_second.median
     seconds = 100 / speed
     duration = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
     if report.warnings:
         limit = "What limits it is not clear: see the warnings."
-    elif whole.cpu_seconds_per_gib * speed > _NEARLY * report.processors:
+    elif transfer.cpu_seconds_per_gib * speed > _NEARLY_BUSY * report.processors:
         limit = "The processors are busy all the time: they limit it."
     else:
         limit = "The store, or the way to it, gives no more to one process."

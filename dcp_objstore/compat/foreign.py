@@ -182,7 +182,7 @@ def decode_metadata(body: bytes) -> Metadata:
 
 
 def _unpickled(body: bytes) -> object:
-    """Return the value, made of plain data, `Global` and `Node`; it may contain itself."""
+    """Return the value of a pickle: plain data, `Global` and `Node`. It may contain itself."""
     end = 0
     try:
         end, is_whole = scan(body, _DIALECT)
@@ -194,7 +194,7 @@ def _unpickled(body: bytes) -> object:
         raise
     except EOFError:  # it is not whole
         pass
-    except Exception as error:  # whatever the unpickler makes of damage
+    except Exception as error:  # a damaged pickle raises errors of any type
         raise _damaged(str(error)[:200]) from error
     raise _damaged(f"it ends, or has an opcode that torch does not write, near byte {end}")
 

@@ -350,14 +350,14 @@ class _Average(Source):
         return list(self.stream(slabs, lambda: None))
 
     def stream(
-        self, slabs: Sequence[Slab], look: Callable[[], object]
+        self, slabs: Sequence[Slab], check: Callable[[], object]
     ) -> Generator[torch.Tensor, None, None]:
         """Yield the average of each slab, in their order, while the next ones are made."""
         summed = [
             SummedSlab(slab, self._sum_dtypes[slab.key], self.tensors[slab.key].dtype)
             for slab in slabs
         ]
-        return weighted_sums(self._inputs, summed, self._config, look)
+        return weighted_sums(self._inputs, summed, self._config, check)
 
 
 def _boxes(stored: StoredCheckpoint, key: str) -> tuple[list[list[int]], list[list[int]]]:

@@ -167,7 +167,7 @@ class SourcePlanner(AgreeingSavePlanner):
             name: source.paths.get(key, (name,)) if name == key else (name,)
             for key, name in names.items()
         }
-        self._tensors = source.stream((), self._look)
+        self._tensors = source.stream((), self._check)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
@@ -192,7 +192,8 @@ class SourcePlanner(AgreeingSavePlanner):
         slabs = list(cut(item.index.fqn, info.shape, info.dtype, info.starts))
         return [item] if len(slabs) < 2 else [write_item(slab, info) for slab in slabs]
 
-    def _look(self) -> None:
+    def _check(self) -> None:
+        """Raise if the save was stopped; called while a stream waits for tensors."""
         if self.check_stopped is not None:
             self.check_stopped()
 
@@ -207,7 +208,8 @@ class SourcePlanner(AgreeingSavePlanner):
             for item, _ in upload_order(plan.items)
             if self._is_read(item)
         ]
-        self._tensors = self._source.stream([slab for slab in slabs if slab.size_bytes], self._look)
+        nonempty = [slab for slab in slabs if slab.size_bytes]
+        self._tensors = self._source.stream(nonempty, self._check)
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:

@@ -54,16 +54,16 @@ class Source(Protocol):
         ...
 
     def stream(
-        self, slabs: Sequence[Slab], look: Callable[[], object]
+        self, slabs: Sequence[Slab], check: Callable[[], object]
     ) -> Generator[torch.Tensor, None, None]:
         """Yield the tensor of each slab, in their order, while the next ones are read.
 
         Args:
             slabs: the slabs to read.
-            look: a function that is called from time to time while this waits; what it raises ends
+            check: a function that is called from time to time while this waits; what it raises ends
                 the wait.
         """
-        return read_ahead(slabs, self.read, look)
+        return read_ahead(slabs, self.read, check)
 
 
 class CheckpointSource(Source):

@@ -90,7 +90,7 @@ def weighted_sums(
     inputs: Sequence[Input],
     slabs: Sequence[SummedSlab],
     config: TransferConfig,
-    look: Callable[[], object],
+    check: Callable[[], object],
 ) -> Generator[torch.Tensor, None, None]:
     """Yield `weight[0] * input[0] + weight[1] * input[1] + ...` of each slab, in their order.
 
@@ -100,7 +100,7 @@ def weighted_sums(
         inputs: the checkpoints, and their weights.
         slabs: what to sum up.
         config: sizes, concurrency, time-outs, and the memory budget for what arrives.
-        look: a function that is called from time to time while this waits; what it raises ends
+        check: a function that is called from time to time while this waits; what it raises ends
             the wait.
 
     Raises:
@@ -126,7 +126,7 @@ def weighted_sums(
         for number, window in enumerate(windows):
             slots.allow(number + _WINDOWS_AHEAD)
             for part in window:
-                yield part.take(look)
+                yield part.take(check)
     finally:
         progress.stop(GeneratorExit())
 
@@ -149,9 +149,9 @@ class _Sum:
         self._missing = [0] * inputs
         self._early: list[deque[tuple[_Term, int, Buffer]]] = [deque() for _ in range(inputs)]
 
-    def take(self, look: Callable[[], object]) -> torch.Tensor:
+    def take(self, check: Callable[[], object]) -> torch.Tensor:
         """Wait for the result and return it; nothing here keeps it."""
-        result_of(self.ended, look=look, step_seconds=WATCH_SECONDS)
+        result_of(self.ended, check=check, step_seconds=WATCH_SECONDS)
         total, self._total = self._total, None
         assert total is not None
         return total

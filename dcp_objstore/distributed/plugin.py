@@ -194,6 +194,7 @@ class Target:
         return self.spec
 
     def _aimed(self) -> StoreSpec | None:
+        """Return the store of this thread's checkpoint; None if no URL was given yet."""
         return getattr(self._of_thread, "spec", None) or self._spec
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Target:
@@ -204,9 +205,9 @@ class Target:
     def __reduce__(self) -> tuple[Any, ...]:
         spec, options = self._aimed(), self._storage_options
         if spec is not None or options is None:
-            return _restore_target, (spec, None, self.config)  # a spec has the options
-        kept = public_options(options, mask=False, foreign=not are_known(options))
-        return _restore_target, (None, kept, self.config)
+            return _restore_target, (spec, None, self.config)  # a spec pickles its own options
+        without_secrets = public_options(options, mask=False, foreign=not are_known(options))
+        return _restore_target, (None, without_secrets, self.config)
 
 
 def _restore_target(

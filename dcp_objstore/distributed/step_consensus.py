@@ -190,7 +190,7 @@ class StepConsensus:
             return  # the main thread has not reached the agreed boundary yet
         if mine is None:  # otherwise the store failed in this round
             reasons = frozenset(self._ask())
-            if not (self._is_requested(number, reasons) or reasons):
+            if not (self._check_or_request(number, reasons) or reasons):
                 return
             with self._state:
                 # Two polls ahead at the present speed; a single rank does not have to wait.
@@ -199,8 +199,8 @@ class StepConsensus:
                 self._reasons = reasons
         self._agree(number, mine)
 
-    def _is_requested(self, number: int, reasons: frozenset[str]) -> bool:
-        """Return whether another rank has requested something; if not, do so for these reasons."""
+    def _check_or_request(self, number: int, reasons: frozenset[str]) -> bool:
+        """Return whether a rank has requested something; if not, request it for these reasons."""
         if self._store is None:
             return False
         key = f"{number}/request"

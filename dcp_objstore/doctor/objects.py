@@ -88,7 +88,7 @@ class ObjectChecks:
         )
 
     def read(self) -> Verdict:
-        """Read a range, and be told that an object does not exist."""
+        """Read a range, and check that the store says when an object does not exist."""
         body = read_range(self._store, "put", 100, 1500)
         if body != self._body[100:1500]:
             return failed(_UNEQUAL, _REPORT_IT)

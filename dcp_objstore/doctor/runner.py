@@ -128,7 +128,7 @@ def check_up(
         ConfigError: an option has a wrong type or value.
     """
     spec = StoreSpec(url, storage_options, config)
-    found: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()
+    found: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()  # None comes last
     stop = Stop()
 
     def work() -> None:

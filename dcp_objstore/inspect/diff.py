@@ -200,7 +200,7 @@ class _Comparison:
         self.read_bytes = 0
         self._pair = first, other
         self._tensors_to_read: list[str] = []
-        # And whether their digests differ; None if they cannot tell.
+        # Keys, and whether the digests differ; None if the digests cannot tell.
         self._values_to_read: dict[str, bool | None] = {}
 
     def look_at(self, key: str) -> None:
@@ -255,8 +255,8 @@ class _Comparison:
         first, other = (read_ahead(slabs, checkpoint._read_slabs) for checkpoint in self._pair)
         try:
             with closing(first), closing(other):
-                for slab, a, b in zip(slabs, first, other, strict=True):
-                    if slab.key not in self.tensors and not same_bits(a, b):
+                for slab, part, other_part in zip(slabs, first, other, strict=True):
+                    if slab.key not in self.tensors and not same_bits(part, other_part):
                         self._note(slab.key, "changed")
                     bar.advance(2 * slab.size_bytes)
         finally:
@@ -271,7 +271,7 @@ class _Comparison:
         first, other = (
             _trusted(checkpoint, list(self._values_to_read)) for checkpoint in self._pair
         )
-        for key, differs in self._values_to_read.items():
+        for key, digests_differ in self._values_to_read.items():
             if key in first and key in other:
                 try:
                     is_same = same(first[key], other[key])
@@ -282,10 +282,12 @@ class _Comparison:
                         key=key, is_known=True, value=first[key], other_value=other[key]
                     )
                     self.values.append(difference)
-            elif differs:
+            elif digests_differ:
                 self.values.append(ValueDifference(key=key, is_known=False))
             else:
-                self._pair[key in first].read(key, progress=False)  # raises why it was not read
+                # Only a read of the value can tell. Raise the error of the one that is not trusted.
+                untrusted = self._pair[1] if key in first else self._pair[0]
+                untrusted.read(key, progress=False)
 
 
 def _differs(first: Index | None, other: Index | None, key: str) -> bool | None:
@@ -293,8 +295,8 @@ def _differs(first: Index | None, other: Index | None, key: str) -> bool | None:
     if first is None or other is None:
         return None
     if key in first.tensors:
-        cuts = zip(first.boxes(key), other.boxes(key), strict=True)
-        if not all(np.array_equal(a, b) for a, b in cuts):
+        boxes = zip(first.boxes(key), other.boxes(key), strict=True)
+        if not all(np.array_equal(numbers, other_numbers) for numbers, other_numbers in boxes):
             return None
         if _is_pickled(first, key) != _is_pickled(other, key):
             return None

@@ -88,7 +88,7 @@ def cut(
 def read_ahead(
     slabs: Iterable[Slab],
     read: Callable[[Sequence[Slab]], list[torch.Tensor]],
-    look: Callable[[], object] | None = None,
+    check: Callable[[], object] | None = None,
 ) -> Generator[torch.Tensor, None, None]:
     """Yield the tensor of each slab, in their order, while the next windows are read.
 
@@ -96,12 +96,12 @@ def read_ahead(
         slabs: the slabs to read.
         read: a function that is called in a thread with the slabs of a window, each of another
             tensor; it returns new memory for each.
-        look: as for `ahead`.
+        check: as for `ahead`.
     """
     windows = in_windows(
         slabs, WINDOW_BYTES, lambda slab: slab.size_bytes, lambda a, b: a.key == b.key
     )
-    with closing(ahead(windows, read, _WINDOWS_AHEAD, look)) as arriving:
+    with closing(ahead(windows, read, _WINDOWS_AHEAD, check)) as arriving:
         for tensors in arriving:
             tensors.reverse()
             while tensors:
@@ -118,7 +118,7 @@ def ahead(
     tasks: Iterable[T],
     do: Callable[[T], R],
     most: int,
-    look: Callable[[], object] | None = None,
+    check: Callable[[], object] | None = None,
 ) -> Generator[R, None, None]:
     """Yield `do(task)` of each task, in their order, while the next ones are done in threads.
 
@@ -126,14 +126,14 @@ def ahead(
         tasks: the tasks, in their order.
         do: a function that is called in a thread with each task.
         most: the largest number of tasks that are under way or done and not yielded.
-        look: a function that is called from time to time while this waits; what it raises ends
+        check: a function that is called from time to time while this waits; what it raises ends
             the wait.
     """
     tasks = iter(tasks)
     with DaemonPool(most, "ahead") as pool:
         under_way = deque(pool.submit(do, task) for task in islice(tasks, most))
         while under_way:
-            done = result_of(under_way.popleft(), look=look, step_seconds=look and WATCH_SECONDS)
+            done = result_of(under_way.popleft(), check=check, step_seconds=check and WATCH_SECONDS)
             under_way.extend(pool.submit(do, task) for task in islice(tasks, 1))
             yield done
             del done  # its memory must not outlive its use while this waits for the next

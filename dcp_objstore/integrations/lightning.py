@@ -241,7 +241,7 @@ class _ObjectStore:
         self, url: str, parts: dict[str, Any], *, strict: bool, weights_only: bool | None
     ) -> dict[str, Any]:
         """Load into the parts in place; return what rank 0 saved besides."""
-        self.settle()
+        self.finish_pending()
         trust_pickle = self.trust_pickle or weights_only is False
         meta = _Meta({}, trust_pickle=trust_pickle)
         state = {**parts, META_KEY: meta}
@@ -285,7 +285,7 @@ class _ObjectStore:
 
         self._deletions.append(after_commit(self._pending, remove))
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Wait for the save under way, raise its error, and wait for deletions."""
         pending, self._pending = self._pending, None
         try:
@@ -374,7 +374,7 @@ class _TrainerStrategy(_Hooks):
 
     def teardown(self) -> None:
         try:
-            self._store.settle()
+            self._store.finish_pending()
         finally:
             self._original("teardown")
 

@@ -349,7 +349,7 @@ class _Run:
                 spec, group, retainer, user_metadata={}, max_failed=0, saving=saving
             )
         if self.resumed is not None:
-            self._saves.settle()  # of what came before the load
+            self._saves.finish_pending()  # a save that began before the load
             self._saves.resume(self.resumed, went_back=True)
             self.resumed = None
         return self._saves
@@ -418,6 +418,7 @@ class _Parts(NamedTuple):
 
 
 def _shard(key: str, shard: ShardedTensor) -> tuple[torch.Tensor, WriteItem]:
+    """Return the tensor that a ShardedTensor of Megatron has on this rank, and its write item."""
     if shard.data is None or shard.flattened_range is not None:
         what = "no data" if shard.data is None else "a flattened_range"
         raise UnsupportedError(f"this ShardedTensor has {what}, and cannot be saved", key=key)
@@ -494,7 +495,7 @@ def _async_save(
     saves = run.saves()
     begun = saves.async_save(number, values, "wait", planner, **_DESCRIBED)
     assert begun is not None  # the one before was waited for
-    return request(_Thread(begun), (), [functools.partial(saves.settle, begun)])
+    return request(_Thread(begun), (), [functools.partial(saves.finish_pending, begun)])
 
 
 class _Thread:

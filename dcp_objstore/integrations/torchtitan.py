@@ -147,7 +147,7 @@ def _loadable(run: StoreSpec) -> tuple[int, ...]:
     if listed.claim is None:  # with a claim, only steps that carry one count
         names |= {
             name
-            for name, objects in listed.places.items()
+            for name, objects in listed.objects_at.items()
             if DOT_METADATA_KEY in objects and MARKER_KEY not in objects
         }
     return tuple(sorted(number for name in names if (number := step_number(name)) is not None))

@@ -113,8 +113,9 @@ def files_in(folder: Path) -> list[File]:
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
             status = entry.stat(follow_symlinks=False)
-            kind = stat.S_ISREG(status.st_mode), status.st_uid, status.st_nlink
-            if kind == (True, os.geteuid(), 1):
+            # A save may write over these files, so no other user's file and no hard link counts.
+            is_own = status.st_uid == os.geteuid() and status.st_nlink == 1
+            if stat.S_ISREG(status.st_mode) and is_own:
                 files.append(File(Path(entry), status))
     return files
 

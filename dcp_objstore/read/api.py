@@ -151,16 +151,18 @@ def load(
         return _run_load(reader, converted, group, strict=strict, on_dtype=on_dtype)
 
 
-def _advice(left_out: Iterable[str], parts: Iterable[Place], asked: Iterable[str]) -> str:
-    """Return what to add to a mismatch with a checkpoint that has only a part of some modules.
+def _advice(left_out: Iterable[str], parts: Iterable[Place], state_keys: Iterable[str]) -> str:
+    """Return the advice for a mismatch with a checkpoint that has only a part of some modules.
+
+    It is empty if the state asks for none of these modules.
 
     Args:
         left_out: names of these modules.
         parts: place of each `trainable` in the state.
-        asked: keys of the state.
+        state_keys: keys of the state.
     """
     for name in left_out:
-        if not any(key.startswith(f"{name}.") for key in asked):
+        if not any(key.startswith(f"{name}.") for key in state_keys):
             continue
         text = f"of {name!r} the checkpoint has only what trained when it was saved: load it "
         if tuple(name.split(".")) in parts:
@@ -201,11 +203,13 @@ def _run_load(
     except DcpObjstoreError as error:
         advice = error.advice
         if isinstance(error, StateMismatchError):
-            # Before they are set up, the planner has no keys.
-            asked = getattr(planner, "state_dict", {})
-            advice = _advice(reader._left_out(), converted.left_out, asked) or advice
-        texts = filter(None, (advice, _PARTLY if planner.reading else None))
-        raise advised(error, "; ".join(texts) or None).with_traceback(
+            # The planner has no `state_dict` if it failed before DCP set it up.
+            state_keys = getattr(planner, "state_dict", {})
+            advice = _advice(reader._left_out(), converted.left_out, state_keys) or advice
+        if planner.reading:
+            advice = f"{advice}; {_PARTLY}" if advice else _PARTLY
+        # A copy of the error, whose traceback and cause a user sees as if it were the original.
+        raise advised(error, advice or None).with_traceback(
             error.__traceback__
         ) from error.__cause__
     if converted.lacking and not current_rank():
@@ -222,7 +226,7 @@ def _run_load(
             len(planner.missing),
             first_few(planner.missing, 5),
         )
-    if reader.last_load is None:  # read_data leaves the raising to the rank that failed
+    if reader.last_load is None:  # `read_data` has ended without an error: another rank failed
         raise RankFailedError("another rank has failed without reporting its error", url=url)
     return dataclasses.replace(
         reader.last_load, missing=planner.missing, unexpected=planner.unexpected

@@ -263,7 +263,7 @@ class CompletionQueue:
             if self.is_full:
                 progress.check_stopped()
                 has_room = partial(self._changed.wait_for, lambda: not self.is_full)
-                wait_in_steps(has_room, look=progress.check_stopped, step_seconds=STEP_SECONDS)
+                wait_in_steps(has_room, check=progress.check_stopped, step_seconds=STEP_SECONDS)
 
 
 def _part_for(destination: torch.Tensor, tensor: torch.Tensor, box: Box) -> torch.Tensor:

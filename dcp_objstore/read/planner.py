@@ -167,9 +167,9 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
 
     def _fitting_plan(self) -> LoadPlan:
         """Return DCP's plan; note which keys are missing, and which the state does not ask for."""
-        others = self._choose_per_rank(self._saved)
-        # An optimizer has asked for the settings that it needs; the others are another rank's.
-        settings = tuple(
+        of_other_ranks = self._choose_per_rank(self._saved)
+        # Settings of an optimizer that this rank does not ask for belong to another rank.
+        settings_prefixes = tuple(
             ".".join((*place, kind, ""))
             for place in self._converted.optimizers
             for kind in ("groups", "param_groups")
@@ -183,7 +183,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         saved = self._saved.state_dict_metadata
         for key in _tied(self.state_dict, saved):
             del self.state_dict[key]
-        before, asked = self.state_dict, dict(self.state_dict)
+        original, original_keys = self.state_dict, dict(self.state_dict)
         try:
             # DCP also knows the key format of torch before 2.4, in which keys that look missing may
             # exist. It then replaces `state_dict` by a new dict. It also does so, by mistake, if
@@ -195,18 +195,21 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         except Exception:
             missing = _missing(self.state_dict, self._saved)
             if missing:
-                advice = _OF_TORCH if self._asks_by_number(missing) else _renaming(asked, saved)
+                by_number = self._asks_by_number(missing)
+                advice = _OF_TORCH if by_number else _renaming(original_keys, saved)
                 text = "the checkpoint does not have what the state asks for"
                 error = mismatch(text, missing, len(self.state_dict.keys() - saved.keys()))
                 error.advice = advice or "strict=False leaves such values as they are"
                 raise error from None
             raise
-        keys = asked if before is self.state_dict else self.state_dict
+        keys = original_keys if self.state_dict is original else self.state_dict
         self.missing = tuple(key for key in keys if key not in saved)
         self.unexpected = tuple(
             key
             for key in saved
-            if key not in keys and key not in others and not key.startswith(settings)
+            if key not in keys
+            and key not in of_other_ranks
+            and not key.startswith(settings_prefixes)
         )
         return plan
 

@@ -172,6 +172,7 @@ class TensorRead:
             self._inbound.send(self._view.device, block, work)
         else:
             copies = self._selection.copies(position, position + arrived.nbytes)
+            # torch writes to an inference tensor in inference mode only.
             with torch.inference_mode(self._view.is_inference()), torch.no_grad():
                 self._place(copies, self._elements(arrived))
 
@@ -190,6 +191,7 @@ class TensorRead:
     def _unpack(self, copies: Iterable[Copy], elements: torch.Tensor) -> None:
         """Copy boxes that lie one after the other in `elements` into the destination."""
         position = 0
+        # torch writes to an inference tensor in inference mode only.
         with torch.inference_mode(self._view.is_inference()), torch.no_grad():
             for copy in copies:
                 count = math.prod(copy.source.sizes)
@@ -205,6 +207,7 @@ class TensorRead:
         and no host memory.
         """
         itemsize = self._dtype.itemsize
+        # torch writes to an inference tensor in inference mode only.
         with torch.inference_mode(self._view.is_inference()), torch.no_grad():
             if self._device_bytes is not None:
                 first = self._selection.wanted.offsets[0] * itemsize - position

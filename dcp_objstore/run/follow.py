@@ -199,9 +199,9 @@ class _Follower:
             listed = catalogue(self.run, read=self.markers.read)
         finally:
             self.poll_at = monotonic() + self.poll_seconds
-        self.markers.forget_others(listed.places)
+        self.markers.forget_others(listed.objects_at)
         self._report_dropped(listed)
-        if self.listed is None and not listed.places:
+        if self.listed is None and not listed.objects_at:
             logger.warning("%s: there is no step yet; waiting for the first", self.run.url)
         if self.pin is not None:
             self._unpin_stale(self.pin, listed)
@@ -216,7 +216,7 @@ class _Follower:
             if now is None or now.stored is None or not now.marker.is_committed:
                 continue
             # The markers of deleted steps are not read once their objects are gone.
-            if now.objects[MARKER_KEY] == listed.places[step.name].get(MARKER_KEY):
+            if now.objects[MARKER_KEY] == listed.objects_at[step.name].get(MARKER_KEY):
                 self.on_dropped(replace(step, state="superseded"))
 
     # --- the next step

@@ -180,13 +180,13 @@ class Retainer:
         gone, or whose index is, must not displace one that is there.
         """
         listed = catalogue(self._run, read=self._markers.read)
-        self._markers.forget_others(listed.places)
+        self._markers.forget_others(listed.objects_at)
         steps = {
             number: step
             for step in listed.steps
             if (number := self.names.number(step.name)) is not None
             and step.marker.index is not None
-            and step.marker.index.key in listed.places[step.name]
+            and step.marker.index.key in listed.objects_at[step.name]
         }
         facts = [_facts(number, step) for number, step in steps.items()]
         plan = plan_deletions(facts, policy, in_use={newest, self.resumed})

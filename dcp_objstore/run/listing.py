@@ -17,7 +17,7 @@ from dcp_objstore.checkpoint.catalogue import (
     Objects,
     Standing,
     counts,
-    list_places,
+    list_by_prefix,
     read_entry,
     read_standing,
 )
@@ -233,10 +233,12 @@ class _Look:
         It starts again if a job claims one of the runs in between (rule C3 of `claim`).
         """
         for _ in range(_TRIES):
-            places = list_places(store, all_data=True)
-            claims, unread = self._claims([run for run in places if CLAIM_KEY in places[run]])
-            prefixes = [prefix for prefix in places if _is_listed(places[prefix])]
-            describe = partial(self._describe, places, claims)
+            objects_at = list_by_prefix(store, all_data=True)
+            claims, unread = self._claims(
+                [run for run in objects_at if CLAIM_KEY in objects_at[run]]
+            )
+            prefixes = [prefix for prefix in objects_at if _is_listed(objects_at[prefix])]
+            describe = partial(self._describe, objects_at, claims)
             described = list(in_waves(describe, sorted(prefixes, key=natural_order)))
             claims_again, _ = self._claims(list(claims))
             if claims_again == claims:
@@ -263,12 +265,12 @@ class _Look:
 
     def _describe(
         self,
-        places: Mapping[str, Objects],
+        objects_at: Mapping[str, Objects],
         claims: Mapping[str, Standing],
         prefix: str,
     ) -> tuple[ListedCheckpoint, errors.DcpObjstoreError | None]:
         """Describe what lies at a prefix; also return why its marker cannot be read, or None."""
-        objects = places.get(prefix, {})
+        objects = objects_at.get(prefix, {})
         # The last segment is the step's name; the segments before it name the run.
         standing = claims.get(prefix.rpartition("/")[0])
         base = standing.base if prefix and standing else 0 if prefix else self.base_above

@@ -339,7 +339,7 @@ class CheckpointManager:
         last, self._unsaved = self._unsaved, None
         if last is None or not self._saves_last or (self._preempted and not self._saves_preempted):
             return
-        failed = saves.settle_quietly()  # on all ranks, or on none
+        failed = saves.finish_pending_quietly()  # on all ranks, or on none
         step, state, described = last
         if not saves.knows(step):  # Ctrl-C may have come when its save had begun
             self.save(step, state, **described)
@@ -455,7 +455,7 @@ class CheckpointManager:
             self._preemption.answer()
             logger.warning("%s: this job must end; step %d is its last one", self._url, step)
             if self._saves_preempted:
-                saves.settle_quietly()
+                saves.finish_pending_quietly()
                 known = saves.knows(step)
                 if not known:
                     self.save(step, state, **described)

@@ -43,7 +43,7 @@ def check_busy(on_busy: object) -> None:
 
 
 class _Pending(NamedTuple):
-    """A background save that the ranks have not settled yet."""
+    """A background save whose outcome the ranks have not agreed on yet."""
 
     step: int
     handle: async_api.AsyncSaveHandle
@@ -203,7 +203,7 @@ class RunSaves:
                 return None
             # First: a save that has failed has not saved its step.
             try:
-                self.settle()
+                self.finish_pending()
             except RetryableError as error:
                 self._tolerate(pending.step, error)
         if step in self._saved:
@@ -323,10 +323,10 @@ class RunSaves:
             error,
         )
 
-    def settle(self, only: async_api.AsyncSaveHandle | None = None) -> None:
+    def finish_pending(self, only: async_api.AsyncSaveHandle | None = None) -> None:
         """Wait for the save under way; raise its error on all ranks if it failed on any.
 
-        If Ctrl-C ends the wait on a rank, all ranks settle the save again. An error is raised once.
+        If Ctrl-C ends the wait on a rank, all ranks wait for it again. An error is raised once.
 
         Args:
             only: do nothing if another save is under way than this one.
@@ -348,7 +348,7 @@ class RunSaves:
         if error is None:
             self._note_committed(step)
 
-    def settle_quietly(self) -> tuple[int, DcpObjstoreError] | None:
+    def finish_pending_quietly(self) -> tuple[int, DcpObjstoreError] | None:
         """Wait for the save under way; log its error, and return it with the step.
 
         The error is not raised, because the current state is worth more and may still be saved.
@@ -356,16 +356,16 @@ class RunSaves:
         if (pending := self._pending) is None:
             return None
         try:
-            self.settle()
+            self.finish_pending()
         except DcpObjstoreError as error:
             logger.error("%s: an earlier save failed: %s", self._url, error)
             return pending.step, error
         return None
 
     def end(self) -> None:
-        """Wait for the save under way, as `settle` does, and for deletions."""
+        """Wait for the save under way, as `finish_pending` does, and for deletions."""
         try:
-            self.settle()
+            self.finish_pending()
         finally:
             if self._retention is not None:
                 self._retention.join()

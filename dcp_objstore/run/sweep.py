@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dcp_objstore import errors
 from dcp_objstore.checkpoint import sweep as rule
-from dcp_objstore.checkpoint.catalogue import is_place, list_places, read_claim
+from dcp_objstore.checkpoint.catalogue import can_be_in_url, list_by_prefix, read_claim
 from dcp_objstore.checkpoint.names import (
     CLAIM_KEY,
     MARKER_KEY,
@@ -126,32 +126,34 @@ def sweep_below(
 ) -> SweepReport:
     """Sweep as `sweep` does; stop before the next checkpoint once `is_over` returns True.
 
-    A checkpoint of which nothing is left but its marker costs no request: most are steps that were
-    deleted long ago, and a run has ever more of them.
+    A checkpoint that has only its marker costs no request. Most of them are steps that were deleted
+    long ago, and a run has ever more of these.
     """
     store = spec.open()
-    places = list_places(store)
+    objects_at = list_by_prefix(store)
     prefixes = {
         prefix
-        for prefix, objects in places.items()
+        for prefix, objects in objects_at.items()
         if list(objects) != [MARKER_KEY] and any(map(_is_known, objects))
     }
     uploads: S3Uploads | LocalUploads | None = None
-    unseen = None
+    uploads_unseen = None  # why the uploads in progress could not be listed
     try:
         uploads = open_uploads(spec)
         for upload in uploads.list():
             prefix, _, name = upload.key.rpartition("/")
-            if is_upload_key(name) and is_place(prefix, spec.url):
+            if is_upload_key(name) and can_be_in_url(prefix, spec.url):
                 prefixes.add(prefix)
     except (errors.InputError, errors.RetryableError) as error:
-        uploads, unseen = None, error.message
+        uploads, uploads_unseen = None, error.message
     bases = {
-        prefix: _base(spec.child(prefix)) for prefix, here in places.items() if CLAIM_KEY in here
+        prefix: _base(spec.child(prefix))
+        for prefix, objects in objects_at.items()
+        if CLAIM_KEY in objects
     }
 
-    def base_at(prefix: str) -> int:
-        if not prefix:
+    def base_of_run_of(prefix: str) -> int:
+        if not prefix:  # the URL is that of the checkpoint
             run, _ = spec.parent()
             return _base(run)
         parent, _, _ = prefix.rpartition("/")
@@ -164,7 +166,7 @@ def sweep_below(
             spec.child(prefix),
             uploads.below(prefix) if uploads is not None else None,
             grace_seconds,
-            base_at(prefix),
+            base_of_run_of(prefix),
             dry_run=dry_run,
         )
         for prefix in takewhile(lambda _: not is_over(), sorted(prefixes))
@@ -172,7 +174,7 @@ def sweep_below(
     return SweepReport(
         url=spec.url,
         checkpoints=swept,
-        uploads_unseen=unseen,
+        uploads_unseen=uploads_unseen,
         dry_run=dry_run,
     )
 

@@ -13,7 +13,7 @@ from dcp_objstore.checkpoint.catalogue import (
     Objects,
     commit_time,
     counts,
-    list_places,
+    list_by_prefix,
     read_standing,
     read_steps,
 )
@@ -136,12 +136,12 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
     run, name = spec.parent()
     if run is not None:
         store = run.open()
-        places = list_places(store)
-        is_claimed = CLAIM_KEY in places.get("", ())
+        objects_at = list_by_prefix(store)
+        is_claimed = CLAIM_KEY in objects_at.get("", ())
         base = read_standing(store, run.open_child, expected=True).base if is_claimed else 0
         if not counts(marker, base):
             return  # no job resumes from it
-        number, at = step_number(name), commit_time(marker, places.get(name, {}))
+        number, at = step_number(name), commit_time(marker, objects_at.get(name, {}))
 
         def is_later(other: str) -> bool | None:
             """Compare the numbers of two steps; None if one has no number."""
@@ -155,7 +155,7 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
         # Markers written before cannot be newer, so mostly the first one that is read decides.
         candidates = {
             other: objects
-            for other, objects in places.items()
+            for other, objects in objects_at.items()
             if is_later(other) or (is_later(other) is None and has_index_since(objects))
         }
         candidates.pop(name, None)

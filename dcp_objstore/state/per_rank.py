@@ -66,7 +66,12 @@ class PerRank:
         return {own_name(): (value.state_dict() if is_stateful(value) else value,)}
 
     def fill(self, loaded: Mapping[str, tuple[Any, ...]]) -> None:
-        """Take the loaded values: a 1-tuple for each requested rank."""
+        """Take the loaded values.
+
+        Args:
+            loaded: for each rank whose value was requested, by its number, a tuple with the value.
+                The tuple is empty if the checkpoint has none.
+        """
         values = {int(name): packed[0] for name, packed in loaded.items() if packed}
         own = int(own_name())
         if self.choice == "list":

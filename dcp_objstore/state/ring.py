@@ -121,7 +121,7 @@ class Ring:
         slot = self.try_acquire()
         if slot is None:
             check_stopped()
-            slot = take(self._idle, look=check_stopped, step_seconds=STEP_SECONDS)
+            slot = take(self._idle, check=check_stopped, step_seconds=STEP_SECONDS)
             slot.wait_for_copies()
         return slot
 

@@ -178,9 +178,9 @@ class Range:
             self._check(into)
             try:
                 while into:
-                    came_bytes = self._next(into)
-                    self._at += came_bytes
-                    into = into[came_bytes:]
+                    received_bytes = self._next(into)
+                    self._at += received_bytes
+                    into = into[received_bytes:]
             except BaseException:
                 self.close()
                 raise
@@ -206,7 +206,7 @@ class Range:
             self._answer = self._ask(self._at, self._end)
             self._check_open()
         try:
-            came_bytes = self._answer.readinto(into)
+            received_bytes = self._answer.readinto(into)
         except Exception as error:  # noqa: BLE001  raised there, if it is not to be asked again
             self._drop()
             self._check_open()  # a request that was cancelled has not failed
@@ -214,13 +214,13 @@ class Range:
                 error, self._asked_at, had_begun=self._at > self._asked_from
             )
             return 0
-        if came_bytes and self._check_version is not None:
+        if received_bytes and self._check_version is not None:
             version = self._answer.version()
             if version is not None:
                 self._check_version(version)
-        if not came_bytes:
+        if not received_bytes:
             self._drop()
-        return came_bytes
+        return received_bytes
 
     def _ask(self, start: int, end: int) -> Answer:
         return self._source.ask_ahead(start, end) or self._source.ask(start, end)
@@ -264,23 +264,26 @@ class FetchedSource(RangeSource):
 
     Args:
         fetch: a function that returns the bytes of a range, by its start and end.
-        look: a function that returns the present state of the object. Default: it is not known.
+        current_version: a function that asks for the version of the object. Default: it is not
+            known.
     """
 
     def __init__(
-        self, fetch: Callable[[int, int], Buffer], look: Callable[[], Version] | None = None
+        self,
+        fetch: Callable[[int, int], Buffer],
+        current_version: Callable[[], Version] | None = None,
     ) -> None:
         self._fetch = fetch
-        self._look = look
+        self._current_version = current_version
 
     def ask(self, start: int, end: int) -> Answer:
         """Ask for bytes `[start, end)`, or for the first part of them."""
         end = min(end, start + _FETCHED_BYTES)
-        look = self._look if self.is_held else None
-        version = None if look is None else look()
+        current_version = self._current_version if self.is_held else None
+        version = None if current_version is None else current_version()
         body = memoryview(self._fetch(start, end))
-        check_came(len(body), start, end)
-        if look is not None and look() != version:
+        check_length(len(body), start, end)
+        if current_version is not None and current_version() != version:
             raise PreconditionFailedError(REPLACED)
         return ReceivedChunks(iter((body,)), version)
 
@@ -332,10 +335,10 @@ class ReceivedChunks(Answer):
         self._chunks, self._rest = iter(()), memoryview(b"")
 
 
-def check_came(came_bytes: int, start: int, end: int) -> None:
+def check_length(received_bytes: int, start: int, end: int) -> None:
     """Raise `CorruptDataError` unless as many bytes came as the range `[start, end)` has."""
-    if came_bytes != end - start:
-        raise CorruptDataError(f"bytes [{start}, {end}) asked for, but {came_bytes} bytes came")
+    if received_bytes != end - start:
+        raise CorruptDataError(f"bytes [{start}, {end}) asked for, but {received_bytes} bytes came")
 
 
 def read_range(store: ObjectStore, key: str, start: int, end: int) -> bytearray:

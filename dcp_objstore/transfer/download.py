@@ -203,8 +203,8 @@ def fetch_ranges(
         shared.staff()
         unfinished = len(requests)
         while unfinished:
-            shared.look()
-            outcome = take(shared.done, look=shared.look, step_seconds=STEP_SECONDS)
+            shared.check()
+            outcome = take(shared.done, check=shared.check, step_seconds=STEP_SECONDS)
             if isinstance(outcome, BaseException):
                 raise outcome
             unfinished -= outcome is not None
@@ -384,7 +384,7 @@ class _Shared(Generic[T]):
         if caller_is_needed:
             self.done.put(None)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Raise if the transfer has stalled. Have a request asked for again, if one is slow."""
         self.progress.check_stalled("download")
         if not self._limiter.spares_retries:

@@ -54,7 +54,8 @@ class Progress:
         self.channel = channel if channel is not None and channel.detailed else None
         self._clock = clock
         self._last_move_at = clock()
-        # Re-entrant: bytes are reported by weak references, which may be dropped anywhere.
+        # Re-entrant: callbacks of weak references report bytes, and they run at any moment, even
+        # in a thread that holds the lock.
         self._lock = threading.RLock()
         self._stop: BaseException | None = None
         self.moved_bytes = 0

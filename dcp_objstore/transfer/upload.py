@@ -165,7 +165,7 @@ class _Tracked:
         finally:
             self._is_asked = False
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Look whether the store still answers; called in the thread that waits.
 
         Raises:
@@ -340,7 +340,7 @@ def upload_object(
         send = partial(_send, store, key, tracked, slot, plan, most=ahead, is_own=is_own)
         try:
             with closing(slot):
-                version = run_watched(send, f"upload of {key}", progress, tracked.look)
+                version = run_watched(send, f"upload of {key}", progress, tracked.check)
             break
         except UploadLostError as error:
             if tries.retries == again or not limiter.spend_retry():
@@ -397,19 +397,19 @@ def run_watched(
     task: Callable[[], T],
     what: str,
     progress: Progress,
-    look: Callable[[], object] | None = None,
+    check: Callable[[], object] | None = None,
 ) -> T:
     """Run `task()` in a daemon thread and wait for it, so that the wait can be interrupted.
 
     On a stall or an interrupt, call `progress.stop` and give the task a few seconds to end.
 
     Args:
-        look: a function that is called now and then, and may raise. Default: it looks for a stall.
+        check: a function that is called now and then, and may raise. Default: it looks for a stall.
     """
-    look = look or partial(progress.check_stalled, what)
+    check = check or partial(progress.check_stalled, what)
     future = run_in_thread(task, what)
     try:
-        return result_of(future, look=look, step_seconds=WATCH_SECONDS)
+        return result_of(future, check=check, step_seconds=WATCH_SECONDS)
     except BaseException as error:
         if future.done():
             raise

@@ -74,9 +74,9 @@ def in_waves(do: Callable[[T], R], items: Sequence[T], wave: int = WAVE) -> Iter
 def concurrently(*calls: Callable[[], Any]) -> list[Any]:
     """Make calls at the same time; return their results, in order, once all have ended.
 
-    The first of them runs in this thread. If some fail, the error of the first of these is raised.
-    If that is that the store does not answer, the calls after it are not waited for: they go on,
-    and what comes of them is not known. So it is after Ctrl-C.
+    The first call runs in this thread. If some calls fail, the error of the first of these is
+    raised. If that error is StoreUnavailableError, or on Ctrl-C, this does not wait for the calls
+    after it: they go on, and their outcome is not known.
     """
     first: Future[Any] = Future()
     futures = [first, *(run_in_thread(call, "request") for call in calls[1:])]

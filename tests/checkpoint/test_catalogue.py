@@ -15,7 +15,7 @@ from dcp_objstore.checkpoint.catalogue import (
     Entry,
     commit_time,
     encode_claim,
-    list_places,
+    list_by_prefix,
     list_run,
     next_step,
     read_entry,
@@ -114,10 +114,10 @@ def test_of_the_data_of_a_step_one_object_is_kept_in_memory_unless_all_are_asked
     names = [MARKER_KEY, *(data_key(rank, 0, nonce) for rank in range(3))]
     for step, name in product(("step-1", "step-2"), names):
         store.put(f"{step}/{name}", b"")
-    kept = {step: sorted(places) for step, places in list_places(store).items()}
+    kept = {step: sorted(objects) for step, objects in list_by_prefix(store).items()}
     assert kept == {step: sorted(names[:2]) for step in ("step-1", "step-2")}
-    everything = list_places(store, all_data=True)
-    assert [len(places) for places in everything.values()] == [4, 4]
+    everything = list_by_prefix(store, all_data=True)
+    assert [len(objects) for objects in everything.values()] == [4, 4]
 
 
 # --- the step after one
@@ -130,14 +130,14 @@ def test_a_prefix_that_no_url_can_name_is_left_out_with_one_warning(run, caplog)
         meta = replace(run.objects[f"{odd}/{MARKER_KEY}"][1], key=f"{odd}/{MARKER_KEY}")
         run.objects[f"{odd}/{MARKER_KEY}"] = b"", meta
         for _ in range(2):
-            assert set(list_places(run)) == {"step-1"}
+            assert set(list_by_prefix(run)) == {"step-1"}
         assert sum(ascii(odd) in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_marker_that_contradicts_the_listing_is_asked_for_again(run):
     """It may be that of another step: a proxy had mixed up two answers."""
     save(run, "step-1", "step-2")
-    places, step = list_places(run), f"step-2/{MARKER_KEY}"
+    objects_at, step = list_by_prefix(run), f"step-2/{MARKER_KEY}"
     right = run.objects[step]
     run.objects[step] = run.objects[f"step-1/{MARKER_KEY}"]
     reads: list[str] = []
@@ -148,9 +148,9 @@ def test_a_marker_that_contradicts_the_listing_is_asked_for_again(run):
             run.objects[step] = right
 
     run.on_get = answer
-    entry = read_entry("step-2", Below(run, "step-2"), places["step-2"])
+    entry = read_entry("step-2", Below(run, "step-2"), objects_at["step-2"])
     assert entry.marker.index is not None
-    assert entry.marker.index.key in places["step-2"]
+    assert entry.marker.index.key in objects_at["step-2"]
     assert reads == [step, step]
 
 
@@ -178,11 +178,11 @@ def test_commits_are_compared_by_the_stores_time_of_their_indexes(run):
     """A host's clock may be wrong, and what the listing does not show has only that."""
     save(run, "step-1")
     run.bucket.age(hours=1)
-    places = list_places(run)
+    objects_at = list_by_prefix(run)
     [step] = list_run(run, lambda name: Below(run, name), clock=TickingClock()).steps
     index = step.marker.index
     assert index is not None
-    by_store = places["step-1"][index.key].last_modified
+    by_store = objects_at["step-1"][index.key].last_modified
     by_host = step.marker.created_at
     assert by_store < by_host
     assert step.committed_at == CommitTime(by_store, by_host)

@@ -57,7 +57,7 @@ def test_lightning_saves_and_loads_with_it(tmp_path, node, background):
     )
     url, found = f"file://{tmp_path}/run/last.ckpt", _state(0)
     store.save(url, _state(1), {"epoch": 3})
-    store.settle()
+    store.finish_pending()
     lose_objects(tmp_path / "run")
     assert store.load(url, found, strict=True, weights_only=None) == {"epoch": 3}
     assert torch.equal(found["w"], _state(1)["w"])

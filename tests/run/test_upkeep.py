@@ -102,7 +102,7 @@ def test_of_checkpoints_of_one_second_by_the_stores_clock_the_host_tells_the_new
     run, monkeypatch
 ):
     save(run, "z", "a")
-    really, then = upkeep.list_places, datetime.now(UTC)
+    really, then = upkeep.list_by_prefix, datetime.now(UTC)
 
     def in_one_second(store: ObjectStore) -> dict[str, dict[str, ObjectMeta]]:
         return {
@@ -110,7 +110,7 @@ def test_of_checkpoints_of_one_second_by_the_stores_clock_the_host_tells_the_new
             for name, objects in really(store).items()
         }
 
-    monkeypatch.setattr(upkeep, "list_places", in_one_second)
+    monkeypatch.setattr(upkeep, "list_by_prefix", in_one_second)
     assert [refuses(f"{run}/{name}") for name in ("z", "a")] == [False, True]
 
 

@@ -187,10 +187,10 @@ def test_a_window_that_is_used_is_doubled_as_far_as_the_store_needs(window, in_f
 )
 def test_a_larger_window_must_move_15_per_cent_more_than_the_one_before(mib_per_second, size):
     window = _moved(Window(8.0).begun(0.0, 1), 8, 2.5, 8, 1.0)
-    assert window.trying == _Try(8.0, 20 * 2**20, settled=False)
+    assert window.trying == _Try(8.0, 20 * 2**20, is_measured=False)
     assert window.size == 16
     settled = _moved(window, 16, 1, 16, 1.0)  # those that were begun before
-    assert settled.trying == _Try(8.0, 20 * 2**20, settled=True)
+    assert settled.trying == _Try(8.0, 20 * 2**20, is_measured=True)
     assert settled.size == 16
     judged = _moved(settled, 64, mib_per_second / 16, 16, 4.0)
     assert judged.size == size

@@ -71,22 +71,24 @@ def needs_of(
         reads: the reads, in the order of their numbers.
         spans: the whole digest blocks that the reads need.
     """
-    numbers = {id(read): number for number, read in enumerate(reads)}
-    rows: list[tuple[int, int, int, int, int, int, int]] = []
+    number_of = {id(read): number for number, read in enumerate(reads)}
+    rows: list[tuple[int, int, int, int, int, int, int]] = []  # as in `NEED`
     selections: dict[int, Selection] = {}
     for span in spans:
+        # Bytes of the item's payload; `offset` turns them into bytes of the object.
         start, end = span.tag.position, span.tag.position + span.end - span.start
-        place = (span.object_number, span.start, span.end)
+        offset = span.start - start
         for read in span.tag.reads:
-            low, high, packed = start, end, (0, -1)
+            low, high, packed_bytes, packed_read = start, end, 0, -1
             selection = read.selection
             if selection is not None:
                 low, high = selection.within(start, end)
-                size = selection.count_bytes(start, end)
-                if size <= _PACK_BELOW * (high - low):
-                    packed = size, numbers[id(read)]
-                    selections[numbers[id(read)]] = selection
-            rows.append((*place, span.start + low - start, span.start + high - start, *packed))
+                needed_bytes = selection.count_bytes(start, end)
+                if needed_bytes <= _PACK_BELOW * (high - low):
+                    packed_bytes, packed_read = needed_bytes, number_of[id(read)]
+                    selections[packed_read] = selection
+            block = span.object_number, span.start, span.end
+            rows.append((*block, low + offset, high + offset, packed_bytes, packed_read))
     return np.array(rows, dtype=NEED), selections
 
 
@@ -281,7 +283,7 @@ class Exchange:
             return None
         with self._changed:
             has_begun = partial(self._changed.wait_for, partial(self.may_begin, request))
-            wait_in_steps(has_begun, look=progress.check_stopped, step_seconds=STEP_SECONDS)
+            wait_in_steps(has_begun, check=progress.check_stopped, step_seconds=STEP_SECONDS)
             self._admitted += 1
             self._changed.notify_all()
         return self._slot_of(planned)
@@ -308,7 +310,7 @@ class Exchange:
         planned = self._fetched.get(id(request))
         if planned is None:
             return
-        result_of(self._connected, look=progress.check_stopped, step_seconds=STEP_SECONDS)
+        result_of(self._connected, check=progress.check_stopped, step_seconds=STEP_SECONDS)
         slot = self._slot_of(planned)
         self._outbox[planned.sequence] = {
             rank: self._message(planned, rank, segments, slot)

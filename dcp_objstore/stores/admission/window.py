@@ -80,12 +80,13 @@ class _Try(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         back: the size to go back to.
         bytes_per_second: the rate at that size.
-        settled: whether a round has passed, so that requests of the smaller window are answered.
+        is_measured: whether a round has passed since, so that the answers to requests of the
+            smaller window have arrived.
     """
 
     back: float
     bytes_per_second: float
-    settled: bool = False
+    is_measured: bool = False
 
 
 class Window(msgspec.Struct, frozen=True):
@@ -177,7 +178,7 @@ class Window(msgspec.Struct, frozen=True):
         )
         seconds = now - grown.began_at
         known = self.bytes_per_second.get(verb, 0.0)
-        is_short = not known or (self.trying and not self.trying.settled)
+        is_short = not known or (self.trying and not self.trying.is_measured)
         # Requests may be so large that fewer are allowed.
         answers = min(self.size, grown.in_flight) * (1 if is_short else _ROUNDS)
         is_small = not known and grown.size_bytes < _LEAST_ROUND_BYTES
@@ -241,8 +242,8 @@ class Window(msgspec.Struct, frozen=True):
 
     def _after_round(self, bytes_per_second: float) -> Window:
         tried = self.trying
-        if tried is not None and not tried.settled:
-            return replace(self, trying=replace(tried, settled=True))
+        if tried is not None and not tried.is_measured:
+            return replace(self, trying=replace(tried, is_measured=True))
         if tried is not None and bytes_per_second < _WORTHWHILE * tried.bytes_per_second:
             return replace(self, size=tried.back, trying=None)
         size = min(_GAIN * self.size, self.most)

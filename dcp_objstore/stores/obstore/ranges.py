@@ -20,7 +20,7 @@ from dcp_objstore.stores.ranges import (
     RangeSource,
     ReceivedChunks,
     RetriedSource,
-    check_came,
+    check_length,
 )
 
 if TYPE_CHECKING:
@@ -125,12 +125,12 @@ def _ask_obstore(clients: Clients, path: str, in_memory: bool, start: int, end: 
 
 def _chunks(answer: Any, start: int, end: int) -> Iterator[Buffer]:
     """Yield a body as it comes, and check its length."""
-    came_bytes = 0
+    received_bytes = 0
     chunks = iter(answer.stream(min_chunk_size=_CHUNK_BYTES))
-    while came_bytes < end - start and (chunk := next(chunks, None)) is not None:
-        came_bytes += len(memoryview(chunk))
-        if came_bytes > end - start:
+    while received_bytes < end - start and (chunk := next(chunks, None)) is not None:
+        received_bytes += len(memoryview(chunk))
+        if received_bytes > end - start:
             break
         yield chunk
         del chunk  # before the next one is gathered
-    check_came(came_bytes, start, end)
+    check_length(received_bytes, start, end)

@@ -255,32 +255,32 @@ class ObstoreStore(BaseStore[str]):
         self._clients.run(tries, lambda: obstore.delete(self._clients.get("small"), place))
 
     def _list(self, folder: str) -> Iterator[ObjectMeta]:
-        """List over obstore; over boto3 what comes behind a page that obstore cannot read."""
-        last, came = "", set()
+        """List over obstore; from a page on that obstore cannot read, list over boto3."""
+        last, yielded = "", set()
         try:
             for meta in self._list_pages(folder):
                 if self._clients.ordered:
                     last = meta.key
                 else:
-                    came.add(meta.key)
+                    yielded.add(meta.key)
                 yield meta
         except errors.UnsupportedError as error:
             for meta in self._other(error).list(folder and f"{folder}/"):
-                if meta.key > last and meta.key not in came:
+                if meta.key > last and meta.key not in yielded:
                     yield meta
 
     def _list_pages(self, folder: str) -> Iterator[ObjectMeta]:
-        """List page by page; where a page failed, begin a new listing behind what came."""
+        """List page by page. After a page that failed, begin a new listing after the last key."""
         import obstore
 
         clients = self._clients
         prefix = (self._root + folder).rstrip("/") or None
         pages: Any = None
-        last: str | None = None  # the last key that came
+        last: str | None = None  # the last key that was listed
         ended: str | None = None  # that of a listing that ended where a page may have
         count = 0
-        # All keys that came, where a listing cannot begin behind the last one: there obstore would
-        # drop the keys that compare less, of which some are still to come.
+        # All listed keys, if a new listing cannot begin after the last one, because the store does
+        # not list in order: obstore would drop keys that compare less and were not listed yet.
         listed_keys: set[str] = set()
         repeated: set[str] = set()  # those that the present listing has yet to give again
 
@@ -343,7 +343,7 @@ class ObstoreStore(BaseStore[str]):
             translated = judge_obstore(error).error
             if isinstance(translated, errors.ConfigError):
                 raise translated from error
-            # A 404, most likely. No other error contradicts the listing that came.
+            # A 404, most likely. No other error contradicts the listing.
         else:
             if meta["e_tag"] is None:
                 raise NO_BUCKET.error()

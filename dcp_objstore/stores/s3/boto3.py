@@ -96,8 +96,8 @@ class Boto3Store(S3Store):
         answer = self._clients.get("read").get_object(**target)
         with closing(ReceivedBody(answer["Body"])) as body:
             if "ContentLength" not in answer:
-                came = body.in_chunks(max_size_bytes)
-                return {**answer, "ContentLength": len(came)}, came
+                received = body.in_chunks(max_size_bytes)
+                return {**answer, "ContentLength": len(received)}, received
             size_bytes = answer["ContentLength"]
             into = bytearray(size_bytes) if size_bytes <= max_size_bytes else None
             rest = memoryview(into or b"")

@@ -94,7 +94,7 @@ class S3fsStore(S3Store):
         sent = asyncio.run_coroutine_threadsafe(coroutine, self._filesystems.read.loop)
         step_seconds = None if check is None else STEP_SECONDS
         try:
-            return result_of(sent, seconds, look=check, step_seconds=step_seconds)
+            return result_of(sent, seconds, check=check, step_seconds=step_seconds)
         finally:
             sent.cancel()
 

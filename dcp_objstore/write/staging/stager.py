@@ -80,13 +80,14 @@ class _BackgroundSave:
     def wait(self, timeout_seconds: float | None) -> bool:
         """Wait for the end of the save; return whether it has ended within the time-out."""
         # In steps in any thread, because no single event covers every way in which it may end.
-        if not wait_in_steps(self._look, timeout_seconds, step_seconds=STEP_SECONDS):
+        if not wait_in_steps(self._has_ended_within, timeout_seconds, step_seconds=STEP_SECONDS):
             return False
         if self.thread is not None and self.thread is not threading.current_thread():
             self.thread.join(_LAST_SECONDS)
         return True
 
-    def _look(self, seconds: float | None) -> bool:
+    def _has_ended_within(self, seconds: float | None) -> bool:
+        """Wait for the end of the save, at most so long; return whether it has ended."""
         if self.has_ended():
             return True
         if self.thread is not None:
