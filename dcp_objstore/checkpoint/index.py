@@ -272,18 +272,22 @@ class Index:
 
     def item(self, row: int) -> Item:
         """Return one row of the columns."""
-        c = self.columns
-        offset, lead, length = int(c.offset[row]), int(c.lead[row]), int(c.payload_length[row])
+        columns = self.columns
+        offset, lead, length = (
+            int(columns.offset[row]),
+            int(columns.lead[row]),
+            int(columns.payload_length[row]),
+        )
         first = int(self._first_digest[row]) * DIGEST_SIZE_BYTES
         last = first + -(-length // BLOCK_SIZE_BYTES) * DIGEST_SIZE_BYTES
         return Item(
-            object_number=int(c.object_number[row]),
+            object_number=int(columns.object_number[row]),
             offset=offset,
-            length=lead + length + int(c.trail[row]),
+            length=lead + length + int(columns.trail[row]),
             payload_offset=offset + lead,
             payload_length=length,
-            pickled=bool(c.pickled[row]),
-            digests=c.digests[first:last].tobytes(),
+            pickled=bool(columns.pickled[row]),
+            digests=columns.digests[first:last].tobytes(),
         )
 
     def rows(self, key: str) -> range:
@@ -293,12 +297,14 @@ class Index:
 
     def digests(self, key: str) -> bytes:
         """Return the digests of all blocks of a tensor or value, item after item."""
-        rows, c = self.rows(key), self.columns
+        rows, columns = self.rows(key), self.columns
         if not rows:
             return b""
         first = int(self._first_digest[rows.start])
-        count = int(digest_counts(c.payload_length[rows.start : rows.stop]).sum())
-        return c.digests[first * DIGEST_SIZE_BYTES : (first + count) * DIGEST_SIZE_BYTES].tobytes()
+        count = int(digest_counts(columns.payload_length[rows.start : rows.stop]).sum())
+        return columns.digests[
+            first * DIGEST_SIZE_BYTES : (first + count) * DIGEST_SIZE_BYTES
+        ].tobytes()
 
     def boxes(self, key: str) -> tuple[Matrix, Matrix]:
         """Return the offsets and the sizes of a tensor's chunks: a row each, as in `rows`."""
@@ -306,16 +312,17 @@ class Index:
         count, ndim = tensor.chunk_count, len(tensor.shape)
         first = self._first_number[key]
         after = first + count * ndim
-        c = self.columns
-        offsets, sizes = c.chunk_offsets[first:after], c.chunk_sizes[first:after]
+        columns = self.columns
+        offsets, sizes = columns.chunk_offsets[first:after], columns.chunk_sizes[first:after]
         return offsets.reshape(count, ndim), sizes.reshape(count, ndim)
 
     def box(self, key: str, number: int) -> tuple[list[int], list[int]]:
         """Return the offsets and the sizes of one chunk of a tensor."""
         ndim = len(self.tensors[key].shape)
         first = self._first_number[key] + number * ndim
-        after, c = first + ndim, self.columns
-        return c.chunk_offsets[first:after].tolist(), c.chunk_sizes[first:after].tolist()
+        after, columns = first + ndim, self.columns
+        offsets, sizes = columns.chunk_offsets[first:after], columns.chunk_sizes[first:after]
+        return offsets.tolist(), sizes.tolist()
 
     def groups(self) -> Iterator[Group]:
         """Iterate over the tensors, grouped by their number of dimensions.
@@ -483,11 +490,11 @@ def _check_object(entry: ObjectEntry) -> None:
 
 def _check_tensor(tensor: Tensor) -> None:
     shape, key = tensor.shape, tensor.key
-    if len(shape) > _MAX_DIMENSIONS or any(n < 0 for n in (*shape, tensor.chunk_count)):
+    if len(shape) > _MAX_DIMENSIONS or any(length < 0 for length in (*shape, tensor.chunk_count)):
         raise CheckpointCorruptError(
             f"the index has impossible extents {shape[:8]}, or {tensor.chunk_count} chunks", key=key
         )
-    if math.prod(n or 1 for n in shape) > _MAX_SIZE:
+    if math.prod(length or 1 for length in shape) > _MAX_SIZE:
         raise CheckpointCorruptError(f"the index has extents {shape[:8]} that overflow", key=key)
 
 
@@ -520,35 +527,37 @@ def _refuse(
 
 def _check_places(index: Index) -> None:
     """Check that every item lies inside its object, and that no two items overlap."""
-    c, count = index.columns, len(index.objects)
+    columns, count = index.columns, len(index.objects)
     _refuse(
         index,
-        c.object_number >= count,
-        lambda at: f"an item in object number {c.object_number[at]} of {count}",
+        columns.object_number >= count,
+        lambda at: f"an item in object number {columns.object_number[at]} of {count}",
     )
     sizes = np.array([entry.size_bytes for entry in index.objects], dtype=np.uint64)
-    size = sizes[c.object_number]
+    size = sizes[columns.object_number]
     remaining = size.copy()
     outside = np.zeros(len(remaining), dtype=bool)
-    for column in (c.offset, c.lead, c.payload_length, c.trail):
+    for column in (columns.offset, columns.lead, columns.payload_length, columns.trail):
         outside |= column > remaining
         remaining -= column.clip(max=remaining)
     _refuse(
         index,
         outside,
         lambda at: (
-            f"an item at byte {c.offset[at]}, of {c.lead[at]} + {c.payload_length[at]} +"
-            f" {c.trail[at]} bytes, in an object of {size[at]} bytes"
+            f"an item at byte {columns.offset[at]}, of {columns.lead[at]} +"
+            f" {columns.payload_length[at]} + {columns.trail[at]} bytes, in an object of"
+            f" {size[at]} bytes"
         ),
     )
     end = size - remaining
-    order = np.lexsort((end, c.offset, c.object_number))
+    order = np.lexsort((end, columns.offset, columns.object_number))
     before, after = order[:-1], order[1:]
-    shared = (c.object_number[before] == c.object_number[after]) & (end[before] > c.offset[after])
+    same_object = columns.object_number[before] == columns.object_number[after]
+    shared = same_object & (end[before] > columns.offset[after])
     _refuse(
         index,
         shared,
-        lambda at: f"another item in the bytes from {c.offset[after[at]]}",
+        lambda at: f"another item in the bytes from {columns.offset[after[at]]}",
         after,
     )
 

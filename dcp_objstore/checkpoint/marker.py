@@ -292,7 +292,7 @@ def _plain(value: object, where: str, depth: int) -> Any:
             raise ConfigError(f"{where} is {value}, which JSON cannot hold; pass it as a str")
         return float(value)
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+        return [_plain(item, f"{where}[{number}]", depth + 1) for number, item in enumerate(value)]
     if isinstance(value, Mapping):
         return {
             _check_text(name, where): _plain(item, f"{where}[{name!r}]", depth + 1)

@@ -228,7 +228,7 @@ class SeaweedServer:
             start_new_session=True,
             # The server also takes an identity from AWS_* variables. One with the same key,
             # as after the exports that `serve` prints, would replace the administrator's.
-            env={k: v for k, v in os.environ.items() if not k.startswith("AWS_")},
+            env={name: value for name, value in os.environ.items() if not name.startswith("AWS_")},
         )
         try:
             self._wait_until_ready(guardian)

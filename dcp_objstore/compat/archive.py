@@ -186,4 +186,4 @@ def _from_zip_64(extra: bytes, *numbers: int) -> tuple[int, ...]:
         start = end + 4
         end = start + length
     numbers_64 = iter(struct.unpack_from(f"<{numbers.count(_IN_ZIP_64)}Q", extra[start:end]))
-    return tuple(next(numbers_64) if n == _IN_ZIP_64 else n for n in numbers)
+    return tuple(next(numbers_64) if number == _IN_ZIP_64 else number for number in numbers)

@@ -432,7 +432,7 @@ class _Converter:
         properties = _properties(state.get("properties"), fqn)
         size = _size(state.get("size"), f"the shape of {fqn!r}")
         # Dimensions of 0 do not hide others that are too large to multiply.
-        if math.prod(max(1, n) for n in size) * properties.dtype.itemsize > _MAX_NUMBER:
+        if math.prod(max(1, length) for length in size) * properties.dtype.itemsize > _MAX_NUMBER:
             raise _damaged(f"{fqn!r} would have more than 2**63 - 1 bytes")
         chunks = state.get("chunks")
         if type(chunks) is not list:

@@ -246,7 +246,9 @@ def _opened(
     if not averaged:
         raise StateMismatchError("keys= selects no tensor to average", url=spec.url)
     selected = {*matching(newest.items.keys, keys)} - averaged.keys()
-    counters = [k for k in newest.items.keys if k in selected or newest.items.tensor(k) is None]
+    counters = [
+        key for key in newest.items.keys if key in selected or newest.items.tensor(key) is None
+    ]
     settings = EventSettings(None, None)
     checkpoint = Checkpoint(
         spec, newest, verify=True, trust_pickle=trust_pickle, event_settings=settings

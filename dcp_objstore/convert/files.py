@@ -145,8 +145,8 @@ def shards(
     if count == 1:
         return [], safetensors_file(ONE_FILE, groups[0], tensors, names)
     files = [
-        safetensors_file(f"{stem}-{n:05d}-of-{count:05d}.safetensors", keys, tensors, names)
-        for n, keys in enumerate(groups, 1)
+        safetensors_file(f"{stem}-{number:05d}-of-{count:05d}.safetensors", keys, tensors, names)
+        for number, keys in enumerate(groups, 1)
     ]
     index = {
         "metadata": {"total_size": sum(map(tensor_bytes, tensors.values()))},

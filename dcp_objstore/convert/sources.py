@@ -126,8 +126,13 @@ class TorchSource(Source):
         planner.set_up_planner(state, StorageMeta(), is_coordinator=True)
         flat = planner.state_dict
         self.keys = list(flat)
-        self._tensors = {k: v.detach() for k, v in flat.items() if isinstance(v, torch.Tensor)}
-        self.tensors = {k: TensorInfo(tuple(v.shape), v.dtype) for k, v in self._tensors.items()}
+        self._tensors = {
+            key: value.detach() for key, value in flat.items() if isinstance(value, torch.Tensor)
+        }
+        self.tensors = {
+            key: TensorInfo(tuple(tensor.shape), tensor.dtype)
+            for key, tensor in self._tensors.items()
+        }
         self.values = {key: value for key, value in flat.items() if key not in self._tensors}
         self.paths = planner.mappings
 

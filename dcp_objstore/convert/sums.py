@@ -358,7 +358,9 @@ def _read(
 ) -> None:
     """Read all inputs and add them up."""
     stores = [one.stored.open_store(one.spec) for one in inputs]
-    keys = [f"{n}/{key}" for n, one in enumerate(inputs) for key in one.stored.object_keys]
+    keys = [
+        f"{number}/{key}" for number, one in enumerate(inputs) for key in one.stored.object_keys
+    ]
     firsts = [0, *accumulate(len(one.stored.object_keys) for one in inputs)]
 
     def number_of(request: RangeRequest[Block]) -> int:

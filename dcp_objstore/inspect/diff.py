@@ -212,7 +212,9 @@ class _Comparison:
             if differs is not False:
                 self._values_to_read[key] = differs
             return
-        (shape, dtype), (other_shape, other_dtype) = (_shape_and_dtype(c, key) for c in self._pair)
+        (shape, dtype), (other_shape, other_dtype) = (
+            _shape_and_dtype(checkpoint, key) for checkpoint in self._pair
+        )
         if shape != other_shape:
             self._note(key, "reshaped")
         elif dtype != other_dtype:
@@ -223,7 +225,9 @@ class _Comparison:
             self._note(key, "changed")
 
     def _note(self, key: str, what: Literal["reshaped", "retyped", "changed"]) -> None:
-        (shape, dtype), (other_shape, other_dtype) = (_shape_and_dtype(c, key) for c in self._pair)
+        (shape, dtype), (other_shape, other_dtype) = (
+            _shape_and_dtype(checkpoint, key) for checkpoint in self._pair
+        )
         self.tensors[key] = TensorDifference(
             key=key,
             what=what,

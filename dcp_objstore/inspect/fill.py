@@ -139,7 +139,9 @@ def read_new(
         shapes = [(box.sizes, dtypes[key]) for key, box in boxes.items()]
         content = dict(zip(boxes, new_tensors(shapes), strict=True))
     else:
-        content = {k: new_tensor(k, box.sizes, dtypes[k], device) for k, box in boxes.items()}
+        content = {
+            key: new_tensor(key, box.sizes, dtypes[key], device) for key, box in boxes.items()
+        }
 
     def destination_of(item: ReadItem) -> Destination:
         key = item.dest_index.fqn

@@ -99,7 +99,7 @@ def read_ahead(
         check: as for `ahead`.
     """
     windows = in_windows(
-        slabs, WINDOW_BYTES, lambda slab: slab.size_bytes, lambda a, b: a.key == b.key
+        slabs, WINDOW_BYTES, lambda slab: slab.size_bytes, lambda slab, other: slab.key == other.key
     )
     with closing(ahead(windows, read, _WINDOWS_AHEAD, check)) as arriving:
         for tensors in arriving:

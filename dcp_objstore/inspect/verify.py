@@ -148,7 +148,7 @@ class _Verification:
         if only_key in self._index.keys:
             payload = [span for span in payload if span.tag.key == only_key]
         if not quick:
-            whole = [n for n, size in sizes.items() if size == objects[n].size_bytes]
+            whole = [number for number, size in sizes.items() if size == objects[number].size_bytes]
             self._read(payload, whole if deep else ())
         if deep:
             self._check_derived(index_body)
@@ -310,9 +310,9 @@ class _Verification:
         broken: set[str] = set()
         while True:
             unchecked = [
-                r
-                for r in requests
-                if keys[r.object_number] not in broken and self._unchecked(r.spans)
+                request
+                for request in requests
+                if keys[request.object_number] not in broken and self._unchecked(request.spans)
             ]
             progress = Progress(self._config.stall_timeout_seconds, self._channel)
             fetched = fetch_ranges(
@@ -580,7 +580,9 @@ def _elements(index: ix.Index, key: str, row: int, block: int | None = None) -> 
             if ends[dim] - starts[dim] > 1:
                 break
             first, last = first % row_elements, last % row_elements
-    parts = (f"{at + a}:{at + b}" for at, a, b in zip(offsets, starts, ends, strict=True))
+    parts = (
+        f"{at + start}:{at + end}" for at, start, end in zip(offsets, starts, ends, strict=True)
+    )
     return f"{key}[{', '.join(parts)}]"
 
 

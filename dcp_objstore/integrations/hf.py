@@ -131,10 +131,13 @@ def accelerator_state(accelerator: Any, *, trust_pickle: bool = False) -> dict[s
         )
     optimizers = [wrapped.optimizer for wrapped in accelerator._optimizers]
     return {
-        **{f"model_{n}" if n else "model": model for n, model in enumerate(accelerator._models)},
         **{
-            f"optimizer_{n}" if n else "optimizer": optimizer
-            for n, optimizer in enumerate(optimizers)
+            f"model_{number}" if number else "model": model
+            for number, model in enumerate(accelerator._models)
+        },
+        **{
+            f"optimizer_{number}" if number else "optimizer": optimizer
+            for number, optimizer in enumerate(optimizers)
         },
         "files": _AcceleratorFiles(accelerator, trust_pickle=trust_pickle),
     }

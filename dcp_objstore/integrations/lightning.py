@@ -360,7 +360,8 @@ class _TrainerStrategy(_Hooks):
         parts = {_model_key(strategy): strategy.model}
         if module.trainer.state.fn == "fit":
             parts |= {
-                f"optimizer_{n}": optimizer for n, optimizer in enumerate(strategy.optimizers)
+                f"optimizer_{number}": optimizer
+                for number, optimizer in enumerate(strategy.optimizers)
             }
         weights_only = options.get("weights_only")
         return self._store.load(url, parts, strict=module.strict_loading, weights_only=weights_only)

@@ -284,7 +284,9 @@ class LoadCopies(_Copies):
         self._keys = object_keys
         self.node = b""
         super().__init__(local, spec, channel)
-        self.numbers = frozenset(n for n, key in enumerate(object_keys) if key in self._files)
+        self.numbers = frozenset(
+            number for number, key in enumerate(object_keys) if key in self._files
+        )
 
     def _begin(self) -> None:
         files = {file.path.name: file for file in at.files_in(self._folder)}

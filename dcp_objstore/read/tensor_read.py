@@ -309,7 +309,7 @@ def consume(request: RangeRequest[Block], body: Buffer) -> None:
             the body has reached a tensor, so the request may be fetched and consumed again.
     """
     view = memoryview(body)
-    parts = [view[s.start - request.start : s.end - request.start] for s in request.spans]
+    parts = [view[span.start - request.start : span.end - request.start] for span in request.spans]
     for span, part in zip(request.spans, parts, strict=True):
         block = span.tag
         if block.digest is not None and block_digest(part) != block.digest:
@@ -367,7 +367,9 @@ def _unfillable(tensor: torch.Tensor) -> str:
         return f"has layout {layout}; only strided tensors can be filled"
     if tensor.numel() and not tensor.data_ptr():
         return "has no memory: it was freed, or its class does not say what it is made of"
-    if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+    if any(
+        step == 0 and length > 1 for step, length in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
         return "is an expanded tensor, whose elements share memory; clone it first"
     return ""
 

@@ -90,7 +90,9 @@ def same_memory(value: Any) -> tuple[object, ...] | None:
 
 def reach(tensor: torch.Tensor) -> int:
     """Return the number of bytes from the first element to the end of the last."""
-    steps = ((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    steps = (
+        (length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return (sum(steps) + 1) * tensor.itemsize
 
 

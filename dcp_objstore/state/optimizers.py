@@ -265,10 +265,15 @@ def _common(groups: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
     return agreed, differing
 
 
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
-    return bool(a == b)
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two values are equal; a tensor equals only a tensor."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return (
+            isinstance(one, torch.Tensor)
+            and isinstance(other, torch.Tensor)
+            and torch.equal(one, other)
+        )
+    return bool(one == other)
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:

@@ -346,7 +346,9 @@ class ConvertedState:
             loaded = leaf.asked.loaded(loaded)
             if is_numbered_state(leaf.value):  # torch's own checkpoints have the numbers as str
                 numbered = loaded.get("state", {}).items()
-                loaded["state"] = {int(k) if str(k).isdecimal() else k: v for k, v in numbered}
+                loaded["state"] = {
+                    int(key) if str(key).isdecimal() else key: value for key, value in numbered
+                }
         loaded = alike(leaf.original, loaded)
         if leaf.module is not None:
             # The planner has checked the names of a part.
@@ -421,9 +423,10 @@ def _module_of(
     path: Path,
 ) -> Path:
     """Return the place of the smallest module that has all of the optimizer's parameters."""
-    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     held = {
-        place: {id(p) for p in _module_in(module).parameters()} for place, module in modules.items()
+        place: {id(parameter) for parameter in _module_in(module).parameters()}
+        for place, module in modules.items()
     }
     owners = [place for place, ids in held.items() if wanted <= ids]
     if owners:

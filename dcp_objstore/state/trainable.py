@@ -43,7 +43,10 @@ class Trainable:
 
     def part_of(self, entries: Mapping[str, T]) -> dict[str, T]:
         """Return those entries that belong to the part, of a dict by the module's names."""
-        trains = {name: p.requires_grad for name, p in torch_private.all_parameters(self.module)}
+        trains = {
+            name: parameter.requires_grad
+            for name, parameter in torch_private.all_parameters(self.module)
+        }
 
         def belongs(name: str) -> bool:
             # Quantized parameters have further entries below their name.

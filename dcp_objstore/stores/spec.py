@@ -332,7 +332,7 @@ def options_of_other(
 def _frozen(value: object) -> object:
     """A hashable stand-in: mappings and sequences by content, the rest as it is or by identity."""
     if isinstance(value, Mapping):
-        return tuple(sorted((str(k), _frozen(v)) for k, v in value.items()))
+        return tuple(sorted((str(key), _frozen(item)) for key, item in value.items()))
     if isinstance(value, (list, tuple)):
         return tuple(_frozen(item) for item in value)
     try:

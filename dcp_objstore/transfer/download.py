@@ -248,7 +248,7 @@ class _Gate:
         Bodies are cancelled. One that does not end at once is not waited for: it writes nothing.
         """
         with self._changed:
-            writing = [b for b in self._inside if b is None or b.cancel(at_once=False)]
+            writing = [body for body in self._inside if body is None or body.cancel(at_once=False)]
             self._changed.wait_for(lambda: not any(body in self._inside for body in writing))
 
 

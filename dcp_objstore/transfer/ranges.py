@@ -62,7 +62,7 @@ def plan_requests(
     """
     requests: list[RangeRequest[T]] = []
     current: RangeRequest[T] | None = None
-    for span in sorted(spans, key=lambda s: (s.object_number, s.start, s.end)):
+    for span in sorted(spans, key=lambda span: (span.object_number, span.start, span.end)):
         if (
             current is not None
             and span.object_number == current.object_number

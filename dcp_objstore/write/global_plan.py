@@ -139,7 +139,7 @@ def plan_globally(plans: Sequence[LocalPlan]) -> GlobalPlan:
     order = rows.at[np.argsort(~is_tensor[rows.at], kind="stable")]
     number_of_row[order] = np.arange(len(order))
     firsts = np.cumsum([0, *items.counts])
-    of_ranks = [number_of_row[a:b] for a, b in itertools.pairwise(firsts.tolist())]
+    of_ranks = [number_of_row[first:end] for first, end in itertools.pairwise(firsts.tolist())]
     used = items.used[order]
     planned = PlannedIndex(
         tensors={

@@ -191,7 +191,7 @@ def build_index(
         else:
             assert of_rank.places is not None
             shares.append(np.array([at.get(place, -1) for place in of_rank.places], np.int64))
-        converted |= {int(shares[-1][n]): dtype for n, dtype in of_rank.converted.items()}
+        converted |= {int(shares[-1][number]): dtype for number, dtype in of_rank.converted.items()}
     row = np.concatenate(shares)
     # By row, the number of the result that is of it. (A foreign planner may report others.)
     count = sum(tensor.chunk_count for tensor in planned.tensors.values()) + len(planned.blobs)

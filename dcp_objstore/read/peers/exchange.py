@@ -179,7 +179,8 @@ class Exchange:
         rank has already fetched its part of that next round.
         """
         before = [0, 0, *self._due]
-        two_rounds = max((b - a for a, b in zip(before, self._due, strict=False)), default=0)
+        pairs = zip(before, self._due, strict=False)
+        two_rounds = max((due - due_before for due_before, due in pairs), default=0)
         ahead = ahead_bytes // max(1, self._slot_bytes)
         return min(len(self.requests), max(two_rounds, ahead))
 
@@ -190,7 +191,7 @@ class Exchange:
             ahead_bytes: the number of bytes that may be fetched, or in flight, before their round.
         """
         self._reads = planned.reads
-        self._spans = {(s.object_number, s.start, s.end): s for s in planned.spans}
+        self._spans = {(span.object_number, span.start, span.end): span for span in planned.spans}
         fetched = list(self._share.plan.fetched_by(self._rank))
         # Blocks that only other ranks need, and this one reads because its node has the copy.
         for_others = {
@@ -208,7 +209,8 @@ class Exchange:
                 for requests in self._rounds
             )
         )
-        self._slot_bytes = max((r.end - r.start for r in self.requests), default=0)
+        sizes = (request.end - request.start for request in self.requests)
+        self._slot_bytes = max(sizes, default=0)
         self._slots = SharedMemory(self._count_slots(ahead_bytes), self._slot_bytes)
         # If other ranks' slots turn out to be readable, this memory is never touched. (torch.empty
         # would fill it under torch.use_deterministic_algorithms.)
@@ -222,7 +224,8 @@ class Exchange:
         address = self._slots.address
         own = None if address is None else _SlotsAddress(address, self._slot_bytes)
         addresses: list[_SlotsAddress | None] = self._gather(own)
-        for rank in {r.fetcher for requests in self._rounds for r in requests} - {self._rank}:
+        fetchers = {request.fetcher for requests in self._rounds for request in requests}
+        for rank in fetchers - {self._rank}:
             slots = addresses[rank]
             if slots is not None and (memory := attach(slots.memory)) is not None:
                 self._local[rank] = _Slots(memory, slots.slot_bytes)
@@ -322,7 +325,10 @@ class Exchange:
         self, planned: SharedRequest, rank: int, segments: Sequence[Segment], body: memoryview
     ) -> torch.Tensor:
         """Return the segments of a body that one rank receives, packed if its reads need that."""
-        pieces = [body[s.start - planned.start : s.end - planned.start] for s in segments]
+        pieces = [
+            body[segment.start - planned.start : segment.end - planned.start]
+            for segment in segments
+        ]
         if len(segments) == 1 and not segments[0].packed_bytes:
             return torch.frombuffer(pieces[0], dtype=torch.uint8)
         message = np.empty(sum(segment.length_bytes for segment in segments), dtype=np.uint8)
@@ -383,7 +389,7 @@ class Exchange:
                     for rank, message in self._outbox[request.sequence].items():
                         works.append(dist.isend(message, group=self._group, group_dst=rank))
                 elif request.fetcher not in self._local:
-                    size = sum(s.length_bytes for s in request.messages[self._rank])
+                    size = sum(segment.length_bytes for segment in request.messages[self._rank])
                     place = self._arena[filled : filled + size]
                     works.append(dist.irecv(place, group=self._group, group_src=request.fetcher))
                     filled += size
@@ -425,7 +431,7 @@ class Exchange:
             span = self._spans[request.object_number, start, end]
             for read in span.tag.reads:
                 read.accept(span.tag.position, memory[first + start : first + end])
-        self.received_bytes += sum(s.length_bytes for s in request.messages[self._rank])
+        self.received_bytes += sum(segment.length_bytes for segment in request.messages[self._rank])
 
     def _accept(self, request: SharedRequest, segment: Segment, part: memoryview) -> None:
         """Pass a segment that was received to the reads that need it."""

@@ -105,7 +105,9 @@ class ExchangePlan:
 
     def fetched_by(self, rank: int) -> Iterator[SharedRequest]:
         """Iterate over the requests of all rounds that `rank` fetches, in order."""
-        return (r for requests in self.rounds for r in requests if r.fetcher == rank)
+        return (
+            request for requests in self.rounds for request in requests if request.fetcher == rank
+        )
 
     def alone(self, spans: Iterable[Span[T]]) -> list[Span[T]]:
         """Return the spans that are not shared, which this rank fetches by itself."""
@@ -115,7 +117,7 @@ class ExchangePlan:
             for request in requests
             for block in request.blocks
         }
-        return [s for s in spans if (s.object_number, s.start, s.end) not in shared]
+        return [span for span in spans if (span.object_number, span.start, span.end) not in shared]
 
 
 def plan_exchange(
@@ -193,7 +195,7 @@ def _holders(held: Sequence[Held | None]) -> _Holders:
 def _split(needs: Sequence[Needs], holders: _Holders) -> tuple[list[_SharedBlock], list[int]]:
     """Return the shared blocks, ordered by place, and the bytes that each rank alone needs."""
     rows = np.concatenate(list(needs)) if needs else np.empty(0, NEED)
-    ranks = np.repeat(np.arange(len(needs)), [len(n) for n in needs])
+    ranks = np.repeat(np.arange(len(needs)), [len(of_rank) for of_rank in needs])
     order = np.lexsort((ranks, rows["end"], rows["start"], rows["object_number"]))
     rows, ranks = rows[order], ranks[order]
     if not len(rows):
@@ -294,7 +296,9 @@ def _assign(runs: Iterator[list[_SharedBlock]], loads: list[int]) -> Iterator[Sh
 def _message(run: Sequence[_SharedBlock], rank: int) -> tuple[Segment, ...]:
     """Return the message for `rank`; stretches with small gaps between them become one."""
     rows = [(block, *row) for block in run for row in block.wants[rank]]
-    packed = [Segment(b.start, b.end, size, read) for b, _, _, size, read in rows if size]
+    packed = [
+        Segment(block.start, block.end, size, read) for block, _, _, size, read in rows if size
+    ]
     plain: list[Segment] = []
     for low, high in sorted({(low, high) for _, low, high, size, _ in rows if not size}):
         # Sending the bytes of a gap costs less than the copy that several segments need.

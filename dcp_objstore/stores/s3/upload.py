@@ -117,7 +117,7 @@ class MultipartUpload:
         self.wait()
         # S3 wants the checksums of the parts again, of those algorithms whose checksum of the
         # object is made of them ("Checking object integrity": composite checksums).
-        listed = [{"PartNumber": n, **self._sent[n]} for n in sorted(self._sent)]
+        listed = [{"PartNumber": number, **self._sent[number]} for number in sorted(self._sent)]
         answer: Mapping[str, Any] = self.send_request(
             "complete_multipart_upload", {**self._named(), "MultipartUpload": {"Parts": listed}}
         )

@@ -251,7 +251,7 @@ def _rebuilt(value: Any, copies: Mapping[int, Any], *, is_item: bool = True) -> 
         return copies[id(value)]
     is_item = is_item and kind is not tuple
     if isinstance(value, dict):
-        return kind((k, _rebuilt(item, copies, is_item=is_item)) for k, item in value.items())
+        return kind((key, _rebuilt(item, copies, is_item=is_item)) for key, item in value.items())
     return kind(_rebuilt(item, copies, is_item=is_item) for item in value)
 
 
@@ -280,7 +280,11 @@ def _keep_sharding(
                 raise UnsupportedError(
                     f"a tensor of shape {tuple(tensor.shape)} is not copied with its {attribute}",
                     advice="set a functools.partial in its place, or save with dcp_objstore.save",
-                    key=next(n for n, v in state.items() if any(t is tensor for t in _tensors(v))),
+                    key=next(
+                        name
+                        for name, value in state.items()
+                        if any(part is tensor for part in _tensors(value))
+                    ),
                 )
             setattr(copied, attribute, kept)
 
