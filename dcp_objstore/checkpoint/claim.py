@@ -220,7 +220,7 @@ def _take(
         record = ClaimRecord(number=number, base=base, going_back=back, write_id=new_id())
         seen = _swap(run, record, version, clock).stored
         if known and seen and _is_as_before(seen.record, known.record):
-            # The job before has only noted that it is finished, since `_CLAIM` was read.
+            # The PUT was refused because the last job has noted since that it is finished.
             _swap(run, record, seen.version, clock)
         again = read_claim(run, expected=True)
         if again is None or again.record.write_id != record.write_id:
@@ -233,7 +233,8 @@ def _take(
 
     claimed = put(known.version if known else None, before.base, before.going_back)
     base = _base_for_good(open_step, before, number, tries)
-    # If it names the same step again, the fence must not pass for its commit.
+    # This job may go back to save the step that the last one would have saved. Then the fence of
+    # that step has this number, and only a later number tells the commit from the fence.
     least = number + 1 if saves and before.going_back else number
     while True:
         objects_at = list_by_prefix(run)
@@ -247,7 +248,7 @@ def _take(
             # was copied here from another run.
             number = later
             claimed = put(claimed, before.base, before.going_back)
-        # Nothing is given up because one listing lacked it.
+        # List once more, because a listing may lack a step.
         if _adopt(kept, number, clock) and step_names(list_by_prefix(run)) <= step_names(
             objects_at
         ):
@@ -265,7 +266,7 @@ def _take(
 
 
 def _base_for_good(open_step: OpenBelow, claim: ClaimRecord, number: int, tries: Tries) -> int:
-    """Return the base of the run; afterwards no commit of a job that is going back changes it.
+    """Return the base of the run; after this, no commit of a job that is going back changes it.
 
     Either that commit has taken effect, or the step is fenced with the number of the new claim.
     """
@@ -318,6 +319,7 @@ def _adopt(steps: Sequence[Entry], number: int, clock: Clock) -> bool:
 
 
 def _log_left(run: ObjectStore, saves: str, left: Sequence[Entry]) -> None:
+    """Warn of the steps that a save after going back makes stop counting."""
     if left:
         logger.warning(
             "%s: this job went back to an earlier step. When %s is saved, these %d steps no longer"

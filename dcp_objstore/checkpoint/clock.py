@@ -13,7 +13,8 @@ from dcp_objstore.stores.retries import RetryPolicy, Tries
 
 # No request that changes a marker or `.metadata` begins later than this after the first.
 DEADLINE_SECONDS = 60.0
-# Writers that collide are fewer, and nearer to success, than requests to a store that is away.
+# Shorter pauses than before the retries of a request: a writer that another one was faster than
+# succeeds soon, but a store that does not answer may need a while.
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
 

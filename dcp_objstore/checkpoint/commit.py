@@ -406,6 +406,7 @@ def _yields(seen: Marker, token: Marker | None, claim: int) -> bool:
 
 
 def _lost(store: ObjectStore, seen: Stored[Marker] | None, claim: int) -> LostRaceError:
+    """Return the error of a save whose marker another job changed first."""
     later = max(seen.record.claim, seen.record.base) if seen else 0
     if later > claim:
         return SupersededError(

@@ -456,6 +456,7 @@ def decode(body: bytes) -> Index:
 
 
 def _refuse_newer(body: bytes) -> None:
+    """Raise UnsupportedError if a body that cannot be decoded has a later format."""
     try:
         first = msgspec.msgpack.decode(body)
     except _UNREADABLE:
@@ -563,6 +564,7 @@ def _check_places(index: Index) -> None:
 
 
 def _check_digests(index: Index) -> None:
+    """Check that there is one digest for each block of each item."""
     count, rest = divmod(len(index.columns.digests), DIGEST_SIZE_BYTES)
     needed = digest_counts(index.columns.payload_length)
     # Each is compared first, so that the sum cannot overflow.

@@ -277,6 +277,7 @@ def damaged(what: str, reason: str) -> CheckpointCorruptError:
 
 
 def _plain(value: object, where: str, depth: int) -> Any:
+    """Return a value of the user's metadata as JSON holds it; raise ConfigError if JSON cannot."""
     if depth > _MAX_DEPTH:
         raise ConfigError(f"{where[:200]} is nested more than {_MAX_DEPTH} deep")
     if isinstance(value, str):

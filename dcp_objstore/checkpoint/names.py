@@ -123,6 +123,7 @@ def check_object_key(key: str) -> str:
 
 
 def _what_is_wrong(key: str) -> str | None:
+    """Return why a key does not have the right form, in words; None if it has."""
     try:
         size = len(key.encode())
     except UnicodeEncodeError:

@@ -73,6 +73,7 @@ def unpin(
 def _change(
     store: ObjectStore, changed: Callable[[tuple[str, ...]], tuple[str, ...]], tries: Tries
 ) -> tuple[str, ...]:
+    """Rewrite the marker with other pins until no other writer comes in between; return them."""
     while True:
         stored = read_marker(store)
         if stored is None or not stored.record.is_committed:

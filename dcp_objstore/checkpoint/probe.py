@@ -188,6 +188,7 @@ def forget() -> None:
 
 
 def _probe_once(store: ObjectStore, tries: Tries) -> Capabilities:
+    """Find out with objects of its own which conditions the store keeps; remove them."""
     claims = store.capabilities
     nonce = new_nonce()
     key, race_key = f".probe-{nonce}", f".probe-{nonce}-race"
@@ -255,6 +256,7 @@ def _accepts_in_the_end(
 
 
 def _race_has_one_winner(store: ObjectStore, key: str) -> bool:
+    """Create one object from several threads; return whether at most one succeeded."""
     start = threading.Barrier(_RACERS)
 
     def race(number: int) -> bool:

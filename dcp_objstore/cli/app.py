@@ -163,8 +163,8 @@ def serve(
             say("ended")
 
 
-# Their parameters are the options, their docstrings the help. To show it must stay quick, so their
-# modules import what does the work when it is called.
+# Each command's parameters are its options, and its docstring is its help. The modules of commands
+# import most others only when a command runs, so that `--help` stays quick.
 for name, command, example in (
     ("demo", demo, "--ranks 4 --resume-ranks 2"),
     ("serve", serve, "--port 9000"),

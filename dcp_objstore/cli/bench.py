@@ -12,7 +12,7 @@ from dcp_objstore.cli.terminal import aligned, columns, print_json, say, wrapped
 from dcp_objstore.observe.report import GIB, counted, size_text
 
 _HEAD = ("GiB/s", "lowest", "highest", "CPU-s/GiB", "requests", "at a time")
-# From this share on, something is used up.
+# If the processors are busy for more than this share of the time, they limit the transfer.
 _NEARLY_BUSY = 0.8
 
 

@@ -203,7 +203,9 @@ def _print_report(report: object, *, as_json: bool) -> None:
     is_on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
     if as_json:
         print_json(report)
-    elif not (isinstance(report, SaveReport) and is_on_terminal):  # there a save's bar has left it
+    elif not (
+        isinstance(report, SaveReport) and is_on_terminal
+    ):  # a save's progress bar has printed it
         say(*str(report).splitlines())
 
 

@@ -89,7 +89,7 @@ def run_demo(
             demo.job(demo.ranks, torn=True)
             demo.job(demo.resume_ranks, torn=False)
         speeds = [] if report is None else demo.measure()
-        # Nobody leaves before, because one of them has the store of the group.
+        # No launcher ends before the others, because one of them has the store of the group.
         crew.share("end", None)
     if not crew.is_first:
         return

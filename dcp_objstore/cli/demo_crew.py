@@ -133,6 +133,7 @@ class Crew:
     def _run_own(
         self, folder: str, group: tuple[str, int, str, int], job: tuple[Any, ...]
     ) -> list[Ended]:
+        """Run the ranks of this machine as processes, and return how each ended."""
         context: Any = multiprocessing.get_context(_METHOD)
         processes: dict[int, Any] = {}
         deadline = time.monotonic() + _JOB_SECONDS

@@ -72,6 +72,7 @@ def _print(report: dos.reports.DiffReport) -> None:
 
 
 def _lines(report: dos.reports.DiffReport) -> Iterator[tuple[str, str, str]]:
+    """Yield what differs: the kind of difference, the key, and the two sides."""
     for key in report.removed:
         yield "removed", key, ""
     for key in report.added:

@@ -96,6 +96,7 @@ def _checks(findings: list[Finding], status: Status) -> list[str]:
 
 
 def _summary(findings: list[Finding]) -> list[str]:
+    """Return the last lines of the report: which checks failed, and what that means."""
     labels: dict[Status, str] = {"failed": "FAILED", "warning": "warnings", "not made": "not made"}
     parts = [
         f"{label}: {', '.join(names)}"

@@ -115,7 +115,7 @@ def _propose(error: DcpObjstoreError, url: str) -> None:
 
     The nearest prefix at which something is decides.
     """
-    from difflib import get_close_matches  # --help needs neither
+    from difflib import get_close_matches  # imported here, so that --help stays quick
 
     from dcp_objstore.stores import StoreSpec
 

@@ -109,6 +109,7 @@ def _print_tree(checkpoint: dos.Checkpoint, root: _Module) -> None:
 
 
 def _tree_lines(module: _Module, indent: str) -> Iterator[tuple[str, str, str, str]]:
+    """Yield a line for each entry of a module: its size, dtype, number of shards and name."""
     for part, entry in module.entries.items():
         size = size_text(entry.nbytes)
         if isinstance(entry, dos.reports.TensorEntry):

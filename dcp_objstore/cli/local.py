@@ -67,6 +67,7 @@ def remove_runs(folder: Folder, as_json: JsonLines = False) -> None:
 
 
 def _as_json(run: LocalRun) -> dict[str, Any]:
+    """Return what `--json` prints of a run."""
     return {
         "url": run.url,
         "endpoint_url": run.endpoint_url,
@@ -84,6 +85,7 @@ def _figures(files: Files) -> dict[str, int]:
 
 
 def _lines(runs: list[LocalRun]) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of the table: a head, a row for each run and its steps, and the total."""
     yield "", "size", "files", "used", "run"
     for run in runs:
         used = "now" if run.in_use else age(run.used_at)

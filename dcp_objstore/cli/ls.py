@@ -75,6 +75,7 @@ def described(entry: dos.reports.ListedCheckpoint) -> dict[str, Any]:
 
 
 def _lines(listing: dos.reports.Listing) -> Iterator[_Line]:
+    """Yield the head of the table and a row for each checkpoint that was not deleted."""
     yield "state", "size", "ranks", "age", "name", "metrics and notes"
     for entry in listing.checkpoints:
         if entry.state != "deleted":
@@ -108,6 +109,7 @@ def _figure(value: object) -> str:
 
 
 def _print_table(lines: Sequence[_Line]) -> None:
+    """Print aligned rows; a narrow terminal gets no last column, or shortened rows."""
     shown = list(aligned(lines, _FIGURES))
     if sys.stdout.isatty():
         width = columns()

@@ -43,17 +43,17 @@ def main(directory: str, command: list[str]) -> None:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     ended_by_owner = threading.Event()
 
-    def follow() -> None:
+    def end_with_server() -> None:
         status = server.wait()
         if not ended_by_owner.is_set():
             os._exit(status & 0xFF)
 
-    threading.Thread(target=follow, daemon=True).start()
-    word = os.read(0, 1)
+    threading.Thread(target=end_with_server, daemon=True).start()
+    byte = os.read(0, 1)  # the owner sends one to end the server; none if the owner was killed
     ended_by_owner.set()
     server.kill()
     server.wait()
-    if not word:
+    if not byte:
         remove(directory, command)
     os._exit(0)
 

@@ -180,6 +180,7 @@ def _value_places(index: ix.Index, keys: ix.Numbers) -> bytes:
 
 
 def _storage_info(index: ix.Index, rows: ix.Numbers) -> tuple[bytes | _Rows, ...]:
+    """Return the opcodes of the StorageInfo of items: one row for each row of the index."""
     columns = index.columns
     keys = columns.object_number[rows].astype(np.int64) + len(_SHARED)
     length = columns.payload_length[rows].astype(np.int64)

@@ -410,6 +410,7 @@ class _Converter:
         return text
 
     def metadata(self, value: object) -> Metadata:
+        """Return the checked `Metadata`."""
         state = _state(value, *_METADATA_CLASSES)
         items = _dict(state.get("state_dict_metadata"), "state_dict_metadata")
         self.spend(len(items))
@@ -424,6 +425,7 @@ class _Converter:
         )
 
     def item(self, fqn: str, value: object) -> TensorStorageMetadata | BytesStorageMetadata:
+        """Return the checked description of a tensor or value."""
         if isinstance(value, Node) and value.name == _METADATA + "BytesStorageMetadata":
             _state(value, value.name)
             return BytesStorageMetadata()
@@ -448,6 +450,7 @@ class _Converter:
         )
 
     def chunk(self, fqn: str, shape: torch.Size, value: object) -> ChunkStorageMetadata:
+        """Return a checked chunk, which must lie inside its tensor."""
         state = _state(value, _METADATA + "ChunkStorageMetadata")
         offsets = _size(state.get("offsets"), f"the offsets of a chunk of {fqn!r}")
         sizes = _size(state.get("sizes"), f"the sizes of a chunk of {fqn!r}")
@@ -493,6 +496,7 @@ class _Converter:
         )
 
     def storage_info(self, value: object) -> StorageInfo:
+        """Return the checked location of an item."""
         state = _state(value, _FILESYSTEM + "_StorageInfo")
         path = state.get("relative_path")
         if type(path) is not str or path not in self.paths:
@@ -516,6 +520,7 @@ class _Converter:
         return names or None
 
     def storage_meta(self, value: object) -> StorageMeta | None:
+        """Return the checked `StorageMeta`, or None if there is none."""
         if value is None:
             return None
         state = _state(value, _METADATA + "StorageMeta")

@@ -292,6 +292,7 @@ def index_of(
 
 
 def _index(places: Mapping[str, _Place], sizes_bytes: Mapping[str, int]) -> ix.Index:
+    """Return an index of tensors that each lie in one piece of a file, without digests."""
     numbers = {name: number for number, name in enumerate(sizes_bytes)}
     nothing = np.zeros(len(places), np.uint64)
     extents = np.array([size for place in places.values() for size in place.shape], np.uint64)
@@ -355,6 +356,7 @@ def _parsed(name: str, text: bytes, size_bytes: int) -> dict[str, _Place]:
 
 
 def _place(name: str, key: str, entry: _Entry | None, *, begin: int, size_bytes: int) -> _Place:
+    """Return where a file has a tensor; raise ValueError if the header's entry cannot be true."""
     shape, offsets = ("", "") if entry is None else (entry.shape, entry.data_offsets)
     if entry is None or isinstance(shape, str) or isinstance(offsets, str):
         raise ValueError(f"{key!r} has no shape or no data_offsets")

@@ -106,6 +106,7 @@ def _too_large(key: str, limit_bytes: int) -> CheckpointCorruptError:
 
 
 def _unpacked(body: io.BytesIO, key: str, limit_bytes: int) -> io.BytesIO:
+    """Return a body that was packed with zstd, unpacked to at most `limit_bytes`."""
     stream, damage = _open_zstd(body)
     whole = io.BytesIO()
     try:

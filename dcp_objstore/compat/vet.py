@@ -206,6 +206,7 @@ class _DryUnpickler(pickle.Unpickler):
             self.note_form(not _has_inert(args))
 
     def check_call(self, name: str, args: _Arguments) -> None:
+        """Refuse a call whose arguments would run code or take memory out of all proportion."""
         wanted = _ARGUMENTS.get(name)
         if wanted is not None and not wanted(args):
             raise HostilePickleError(

@@ -60,7 +60,8 @@ _SHARES: dict[str, Callable[[int, int], float]] = {
 }
 # Two numbers in each element, which torch converts to no other dtype.
 _PACKED = torch.float4_e2m1fn_x2
-# Weights whose sum is so small against them would blow up what the inputs differ in.
+# The least sum of the weights, against the sum of their sizes. Below it, dividing by the sum would
+# magnify the differences between the inputs.
 _LEAST_SUM = 1e-6
 
 

@@ -162,15 +162,19 @@ class _Sum:
         self._terms.append(term)
 
     def arrived(self, term: _Term, position: int, block: Buffer) -> None:
-        """Add a block, and then what has waited for it; keep it if an earlier input lacks some."""
+        """Add a block of an input, or keep it until all blocks of the inputs before it were added.
+
+        The inputs are added in their order, so that the rounding does not depend on which block
+        arrives first. The last block of an input is followed by those of the next that were kept.
+        """
         with self._lock:
             if term.number > self._current:
                 self._early[term.number].append((term, position, block))
                 return
             if self._total is None:
                 self._total = _new_tensor(self.slab.slab.box.sizes, self.slab.dtype)
-                for each in self._terms:
-                    each.bind(narrow(self._total, each.box))
+                for expected in self._terms:
+                    expected.bind(narrow(self._total, expected.box))
                 self._terms.clear()
             current = self._current
         ready = deque([(term, position, block)])

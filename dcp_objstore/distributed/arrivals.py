@@ -136,6 +136,7 @@ class _Watch:
                 self._changed.notify()
 
     def _run(self) -> None:
+        """Make the calls' checks when they are due, in the thread of this object, for ever."""
         while True:
             with self._changed:
                 if not self._left:

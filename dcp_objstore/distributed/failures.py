@@ -160,7 +160,7 @@ def raise_on_all(
         sent = own
         if own is not None and not isinstance(own, DcpObjstoreError):
             sent = typed(own, current_rank(), url)
-        # A rank's arguments may be what it has refused, and what cannot be pickled.
+        # After an error, `same` is left out: it may have a wrong argument, which may not pickle.
         report = _Report(sent, advice, {} if own is not None or same is None else same)
         dist.all_gather_object(reports, report, group=group)
         failures: dict[int, BaseException] = {
@@ -239,6 +239,7 @@ def global_rank(number: int, group: dist.ProcessGroup | None) -> int:
 def _raise_lowest(
     failures: dict[int, BaseException], url: str | None, *, gone: bool = False
 ) -> NoReturn:
+    """Raise the error of the first of these ranks; a Ctrl-C of this rank comes before it."""
     own = failures.get(current_rank() or 0)
     if own is not None and not isinstance(own, Exception):
         raise own  # such as Ctrl-C on this rank; the code below raises it on the other ranks
@@ -260,7 +261,7 @@ def _raise_lowest(
 def _raise_copy(
     error: DcpObjstoreError, suffix: str = "", rank: int | None = None, url: str | None = None
 ) -> NoReturn:
-    # In no variable: the frame would keep the error that keeps it.
+    # Not in a local variable: the error keeps this frame, which would keep the error.
     raise (
         _extended(error, suffix, rank).at(url=url).with_traceback(error.__traceback__)
     ) from error.__cause__

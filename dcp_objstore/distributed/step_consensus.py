@@ -155,6 +155,7 @@ class StepConsensus:
             logger.debug("the store of the process group is gone: %s", error)
 
     def _watch(self) -> None:
+        """Poll the store until the end; connect again if it fails, and give up after a time."""
         pause_seconds = self._poll_seconds
         failed_at: float | None = None
         while not self._stop.wait(pause_seconds) and not self._over:

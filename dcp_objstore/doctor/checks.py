@@ -173,6 +173,7 @@ def _summary(error: errors.DcpObjstoreError) -> str:
 
 
 def _advice(check: Check, error: errors.DcpObjstoreError, url: StoreUrl) -> str:
+    """Return what the user should do about the error of a check."""
     if isinstance(error, errors.PermissionDeniedError):
         signed = _SIGNED if (check.name, url.scheme) == ("put", "s3") else ""
         return allow(check.rights, url) + signed

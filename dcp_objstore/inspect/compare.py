@@ -64,6 +64,7 @@ class _Digester:
         return digest
 
     def _of(self, value: Any) -> bytes:
+        """Return the digest of a value that has parts or memory."""
         kind = type(value)
         if kind is tuple:
             return self._joined("tuple", value)

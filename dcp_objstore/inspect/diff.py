@@ -225,6 +225,7 @@ class _Comparison:
             self._note(key, "changed")
 
     def _note(self, key: str, what: Literal["reshaped", "retyped", "changed"]) -> None:
+        """Note that a tensor differs, and how."""
         (shape, dtype), (other_shape, other_dtype) = (
             _shape_and_dtype(checkpoint, key) for checkpoint in self._pair
         )

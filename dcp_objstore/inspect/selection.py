@@ -114,6 +114,7 @@ def box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, list[int]]:
 
 
 def _integer(part: Any) -> int:
+    """Return an index as an int; raise IndexError if it is not an integer."""
     as_index: Callable[[], int] | None = getattr(part, "__index__", None)
     # torch treats a tensor with one truth value as a mask, although it converts to 0 or 1.
     is_bool = isinstance(part, bool | np.bool_) or str(getattr(part, "dtype", "")) == "torch.bool"

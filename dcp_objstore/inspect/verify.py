@@ -517,7 +517,7 @@ def _size(spans: Iterable[Span[Piece]]) -> int:
 def _misleads(store: ObjectStore, index: bytes) -> bool:
     """Whether there is a `.metadata` that does not describe an index.
 
-    None is not damage: `save(stock_metadata=False)` writes none.
+    It is not damage if there is no `.metadata`: `save(stock_metadata=False)` writes none.
     """
     content = StockDotMetadata()
 

@@ -174,6 +174,7 @@ class _AcceleratorFiles(PerRank):
 
     @contextmanager
     def _without_tensors(self) -> Iterator[Path]:
+        """Take models and optimizers from the Accelerator for a block; yield a new folder."""
         accelerator, project = self.value, self.value.project_configuration
         held = accelerator._models, accelerator._optimizers, project.automatic_checkpoint_naming
         accelerator._models, accelerator._optimizers = [], []

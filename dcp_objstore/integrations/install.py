@@ -236,6 +236,7 @@ def uninstall() -> None:
 
 @functools.cache
 def _hook() -> None:
+    """Put our functions in place of torch's, once in a process."""
     expected = {"checkpoint_id", "storage_writer"}
     executors: tuple[Any, ...] = (ThreadExecutor, ProcessExecutor)
     if any(
@@ -262,6 +263,7 @@ def _is_torchs(kind: type) -> bool:
 
 
 def _new(owner: Any, make: _Replacement) -> Callable[..., object]:
+    """Return a `__new__` that makes a writer or reader of ours for a URL that is ours."""
     original: Any = owner.__new__
 
     def __new__(cls: Any, *args: Any, **kwargs: Any) -> object:  # noqa: N807 - it becomes that
@@ -290,6 +292,7 @@ def _validate(owner: Any) -> Callable[[type, Any], bool]:
 
 
 def _writer(settings: _Settings, url: str, arguments: Mapping[str, Any]) -> InstalledWriter:
+    """Make the writer that takes the place of a FileSystemWriter with these arguments."""
     kind = arguments.get("serialization_format")
     if arguments.get("_extensions") or (kind is not None and kind.name != "TORCH_SAVE"):
         raise UnsupportedError(

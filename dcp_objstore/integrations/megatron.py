@@ -179,6 +179,7 @@ def install(
 
 @functools.cache
 def _hook() -> None:
+    """Put our functions in place of Megatron's, once in a process."""
     if not hasattr(strategies, "get_async_strategy"):
         raise UnsupportedError(
             "install() cannot hook this version of Megatron-Core; use megatron-core 0.19"
@@ -238,6 +239,7 @@ def _exists(spec: StoreSpec, _path: Any) -> bool:
 
 
 def _open(spec: StoreSpec, _path: Any, mode: str = "r", **_: Any) -> Any:
+    """Open a file that Megatron reads or writes in a checkpoint or run on a bucket."""
     name = spec.parent()[1]
     if "r" not in mode:
         if name != TRACKER and name not in _OF_COMMIT:

@@ -96,6 +96,7 @@ def install(*, grace_seconds: float = 0.0, **options: Any) -> Installation:
 
 @functools.cache
 def _hook() -> None:
+    """Put our functions in place of torchtitan's, once in a process."""
     ours: dict[str, Callable[..., Any]] = {
         "exists": _exists,
         "isdir": _isdir,
@@ -179,6 +180,7 @@ def _isdir(spec: StoreSpec, _path: Any = None) -> bool:
 
 
 def _isfile(spec: StoreSpec, _path: Any = None) -> bool:
+    """Return whether an object exists; of an agreed step, whether the ranks agreed on it."""
     agreed = _agreed(spec)
     folder, name = spec.parent()
     if agreed is not None or folder is None:
@@ -200,6 +202,7 @@ def _listdir(spec: StoreSpec, _path: Any = None) -> list[str]:
 
 
 def _rmtree(spec: StoreSpec, _path: Any = None) -> None:
+    """Delete a step that torchtitan no longer keeps, then sweep the run."""
     run, name = spec.parent()
     if run is None:
         raise InputError("a whole bucket is not deleted", url=spec.url)

@@ -79,6 +79,7 @@ class _Copies:
             self._report(error)
 
     def _report(self, error: Exception) -> None:
+        """Emit and log an error, once in this save or load; no copies are used after it."""
         if self._is_over:
             return
         self._is_over = True
@@ -132,7 +133,7 @@ class SaveCopies(_Copies):
         own = states.pop(self._folder)
         newest_ns = max(map(_newest_ns, states.values()), default=0)
         for file in own:
-            # Other ranks may have begun to write theirs, which are newer than all there is.
+            # A newer file of another rank belongs to this save, which that rank has already begun.
             name, time_ns = file.path.name, file.status.st_mtime_ns
             if name.startswith(f"__{self._rank}_") or time_ns < newest_ns:
                 states.setdefault(name.partition(".")[2], []).append(file)

@@ -352,6 +352,7 @@ def _home(local: Local) -> Iterator[Path]:
 
 
 def _run(run: Path) -> LocalRun:
+    """Return what a run's folder holds."""
     files = {_name(folder): files_in(folder) for folder in folders_in(run)}
     steps = {name: [file for file in files[name] if not file.is_temporary] for name in files}
     unfinished = [file for of_step in files.values() for file in of_step if file.is_temporary]

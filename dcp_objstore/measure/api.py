@@ -189,6 +189,7 @@ def bench(
 
 
 def _check(size_bytes: int | None, seconds: float) -> None:
+    """Raise ConfigError unless the size and the duration are in their bounds."""
     most_bytes = _memory_bytes() // 2
     if size_bytes is not None and not (
         type(size_bytes) is int and _LEAST_SIZE_BYTES <= size_bytes <= most_bytes
@@ -345,15 +346,15 @@ class _Bench:
         takes_long = 2 * max(saved.seconds, loaded.seconds) > _SHARE * self._seconds
         return 0 if takes_long or 2 * now_bytes > most_bytes else 2 * now_bytes
 
-    def _take_turns(self, *ways: Callable[[], _Round]) -> Sequence[list[_Round]]:
-        """Measure in each of these ways, round by round, until the time is up."""
-        turns = [(way, list[_Round]()) for way in ways]
+    def _take_turns(self, *measures: Callable[[], _Round]) -> Sequence[list[_Round]]:
+        """Call each function once a round until the time is up; return the results of each."""
+        turns = [(measure, list[_Round]()) for measure in measures]
         measured = [rounds for _, rounds in turns]
         for _ in range(_MOST_ROUNDS):
             began_seconds = self._elapsed_seconds
-            for way, rounds in turns:
-                rounds.append(way())
-            # Another one first each time: a way may profit from the one before it.
+            for measure, rounds in turns:
+                rounds.append(measure())
+            # Begin with another one each time: one may profit from the one before it.
             turns = turns[1:] + turns[:1]
             if 2 * self._elapsed_seconds - began_seconds > self._seconds:
                 break  # one more round would take too long
@@ -458,6 +459,7 @@ class _Bench:
 
 
 def _throughput(rounds: Sequence[_Round]) -> Throughput:
+    """Return the medians and extremes of several rounds."""
     return Throughput(
         gib_per_second=Spread.of([measured.gib_per_second for measured in rounds]),
         cpu_seconds_per_gib=median(

@@ -172,6 +172,7 @@ def _arguments(event: AnyEvent) -> dict[str, Any]:
 
 
 def _metadata(rows: dict[tuple[int, int], str]) -> list[dict[str, Any]]:
+    """Return the entries that name the processes (ranks) and rows of a trace."""
     where = f"{socket.gethostname()}, process {os.getpid()}"
 
     def entry(kind: str, rank: int, row: int, **arguments: object) -> dict[str, Any]:

@@ -187,13 +187,19 @@ def collapse(shape: tuple[int, ...], wanted: Box) -> tuple[tuple[int, ...], Box]
 
 
 def _runs(shape: tuple[int, ...], wanted: Box, gap: int) -> list[tuple[int, int]]:
-    """Return the stretches of `Selection.runs` in elements."""
+    """Return the stretches of `Selection.runs` in elements.
+
+    Args:
+        shape: the shape of the tensor.
+        wanted: the box of it that is wanted.
+        gap: stretches are joined if no more elements than this lie between two of them.
+    """
     if 0 in wanted.sizes:
         return []
     if not shape:
         return [(0, 1)]
     first, count = wanted.offsets[0], wanted.sizes[0]
-    row = math.prod(shape[1:])
+    row = math.prod(shape[1:])  # elements of one row
     inside = _runs(shape[1:], Box(wanted.offsets[1:], wanted.sizes[1:]), gap)
     start, end = inside[0]
     # The gap between two rows, and even more if there are several stretches inside of one.
@@ -217,7 +223,7 @@ def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[int, 
     whole = min(end, -(-start // row) * row)  # where the whole rows begin
     rest = max(whole, end // row * row)  # where they end
     yield from _within_row(shape, start, whole)
-    # It has no rows if there is none.
+    # The whole rows, as one box. If there are none, its first size is 0.
     zeros = (0,) * (len(shape) - 1)
     yield whole, Box((whole // row, *zeros), ((rest - whole) // row, *shape[1:]))
     yield from _within_row(shape, rest, end)

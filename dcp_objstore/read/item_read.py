@@ -116,6 +116,7 @@ class ItemRead:
         self._complete()
 
     def _complete(self) -> None:
+        """Decode the body into a destination that is a tensor, and report the read as complete."""
         if isinstance(self._destination, torch.Tensor):
             try:
                 self._load_tensor(self._destination)
@@ -123,7 +124,7 @@ class ItemRead:
                 # An error raised in a worker would make it fetch the last range again.
                 self._error = typed(error, None, None).at(key=self.item.dest_index.fqn)
         on_complete = self._on_complete
-        del self._on_complete  # it leads to where the read then waits: a cycle, if it stays there
+        del self._on_complete  # it refers to the queue that holds this read: a reference cycle
         on_complete(self)
 
     def finish(self, *, trust_pickle: bool) -> None:

@@ -125,6 +125,7 @@ class IndexItems:
         return None if row is None else self._location(key, row)
 
     def _location(self, key: str, row: int) -> ItemLocation:
+        """Return where an item lies, and how it is decoded."""
         item, tensor = self._index.item(row), self._index.tensors.get(key)
         sizes = dtype = None
         if tensor is not None:

@@ -76,13 +76,13 @@ class _Load:
     has_met: bool = False
 
     def raise_error(self) -> None:
-        """Raise the error that was kept, if any, and keep it no longer: it has the whole state."""
+        """Raise the error that was kept, if any, and forget it: its frames hold the whole state."""
         error, self.error = self.error, None
         try:
             if error is not None:
                 raise error.at(rank=self.rank)
         finally:
-            del error  # which has this frame
+            del error  # a reference cycle with this frame, which the error has
 
 
 class ObjectStoreReader(StorageReader):
@@ -285,6 +285,8 @@ class ObjectStoreReader(StorageReader):
         return metadata
 
     def _open(self, load: _Load) -> StoredCheckpoint:
+        """Open the checkpoint on one rank for all, or on each rank if they do not read together."""
+
         def open_here() -> StoredCheckpoint:
             return open_stored_checkpoint(load.spec, str(uuid.uuid4()), verify=self._verify)
 

@@ -34,7 +34,7 @@ from dcp_objstore.read.tensor_read import (
     warn_if_lossy,
 )
 from dcp_objstore.state.device import Inbound, lanes_into, plan_ring, wait_for_streams
-from dcp_objstore.state.memory import apart, copy_elements, fill_order
+from dcp_objstore.state.memory import copy_elements, fill_order, with_own_memory
 from dcp_objstore.stores import ObjectStore
 from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.wrappers import PinnedStore
@@ -268,7 +268,7 @@ def _bind(
     for read, destination in zip(planned.reads, destinations, strict=True):
         filled = destination
         if isinstance(destination, torch.Tensor) and read.item.dest_index.fqn in after:
-            filled = apart(destination)
+            filled = with_own_memory(destination)
             copied.append(_Copied(filled, destination))
         if isinstance(read, ItemRead):
             read.bind(filled, completed.add)

@@ -270,6 +270,7 @@ def open_rooted(
 def _open_marked(
     store: ObjectStore, stored: Stored[Marker], load_id: str | None
 ) -> StoredCheckpoint:
+    """Open the checkpoint that a marker names."""
     marker, body = open_marked(store, stored)
     index = ix.decode(body)
     return StoredCheckpoint(

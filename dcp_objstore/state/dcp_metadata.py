@@ -51,6 +51,7 @@ class Chunks(Sequence[ChunkStorageMetadata]):
 
     @property
     def _chunks(self) -> tuple[ChunkStorageMetadata, ...]:
+        """The tensor's chunks. Tensors that are cut in the same way share one tuple."""
         if self._own is None:
             offsets, sizes = self._index.boxes(self._key)
             cut = offsets.shape, offsets.tobytes(), sizes.tobytes()

@@ -195,6 +195,7 @@ class Outbound:
         return self._copied(payload, lane)
 
     def _copied(self, payload: torch.Tensor, lane: Lane) -> Iterator[ByteArray]:
+        """Yield a tensor's bytes in slices, while the device copies the next ones."""
         lane.follow()  # the planner may have queued work that makes the tensor
         rest = payload.reshape(-1).view(torch.uint8)
         # Keep no reference to a yielded slice, or its slot would not come back.

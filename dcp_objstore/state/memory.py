@@ -142,21 +142,22 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_takes_values(wrapper: torch.Tensor) -> None:
-    """Raise unless the class of a wrapper copies plain elements into it, as it does into a copy.
+    """Raise unless the class of a wrapper copies plain elements into it. Tried with a copy of it.
 
-    A class that makes a plain tensor of each wrapper changes only that, and says nothing.
+    A class whose `copy_` turns the wrapper into a plain tensor first changes only that tensor, and
+    raises no error.
 
     Raises:
         StateMismatchError: the class refuses the elements, or the copy stays as it was.
     """
-    trial, held = apart(wrapper), []
+    trial, parts_after = with_own_memory(wrapper), []
     try:
         for number in (1, 0) if wrapper.numel() else ():
             values = torch.full(wrapper.shape, number, dtype=wrapper.dtype, device=wrapper.device)
             with torch.no_grad():
                 trial.copy_(values)
-            held.append([part.clone() for part in parts(trial)])
-        if held and all(map(torch.equal, *held)):
+            parts_after.append([part.clone() for part in parts(trial)])
+        if parts_after and all(map(torch.equal, *parts_after)):
             raise NotImplementedError("copy_ changes nothing")
     except Exception as error:
         raise StateMismatchError(
@@ -165,7 +166,7 @@ def check_takes_values(wrapper: torch.Tensor) -> None:
         ) from error
 
 
-def apart(tensor: torch.Tensor) -> torch.Tensor:
+def with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a new tensor of the same class, dtype and shape, contiguous if it is plain."""
     if is_wrapper(tensor):
         return cast("torch.Tensor", rebuilt(tensor, map(torch.clone, parts(tensor))))

@@ -165,6 +165,7 @@ class ConvertedState:
     def _convert(
         self, path: Path, value: Any, modules: Mapping[Path, torch.nn.Module | Trainable]
     ) -> _Leaf:
+        """Return how to save or load one value of the state, with what DCP gets in its place."""
         place = _place(path)
         if isinstance(value, _MODULES):
             return self._convert_module(path, value)
@@ -279,6 +280,7 @@ class ConvertedState:
                 raise _clash(f"{_shown(leaf.path)} and {per_rank}", leaf.path)
 
     def _convert_per_rank(self, path: Path, value: PerRank) -> dict[str, Any]:
+        """Return this rank's entries of a PerRank: to save, or to be filled by a load."""
         self.per_rank[_place(path)] = value.choice == "list"
         if self._loading:
             return {own_name(): ()}  # empty until it is loaded
@@ -335,6 +337,7 @@ class ConvertedState:
                 self._restore_one(leaf, loaded)
 
     def _restore_one(self, leaf: _Leaf, loaded: Any) -> None:
+        """Put loaded values back into one value of the user's state, by its kind."""
         if isinstance(leaf.value, PerRank):
             leaf.value.fill(loaded)
             return

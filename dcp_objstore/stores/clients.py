@@ -113,6 +113,7 @@ def make_filesystems(
 
 
 def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> Filesystems:
+    """Make the filesystems of fsspec for a URL."""
     if FILESYSTEM in options:
         fs = options[FILESYSTEM]
         endpoint_url = getattr(fs, "endpoint_url", None)

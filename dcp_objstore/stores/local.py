@@ -104,6 +104,7 @@ class LocalStore(BaseStore[Path]):
         return path
 
     def _translate(self, error: Exception) -> errors.DcpObjstoreError:
+        """Return the error of this library for an error of the file system."""
         if not isinstance(error, OSError):
             return kind_of_builtin(error)(f"{type(error).__name__}: {error}")
         if error.errno in _IN_THE_WAY:
@@ -190,6 +191,7 @@ class LocalStore(BaseStore[Path]):
     def _write(
         self, path: Path, write: Callable[[int], None], precondition: Precondition | None
     ) -> Version:
+        """Write a temporary file, then put it in its place if the precondition holds."""
         _make_folder(path.parent)
         temporary = path.parent / temporary_name(path.name)
         try:
@@ -213,6 +215,7 @@ class LocalStore(BaseStore[Path]):
         return _version(status)
 
     def _link(self, temporary: Path, path: Path) -> None:
+        """Put a temporary file in its place if there is no file yet."""
         try:
             os.link(temporary, path)
         except FileExistsError as error:
@@ -317,6 +320,7 @@ def temporary_name(name: str) -> str:
 
 
 def _write_buffers(buffers: Iterator[Buffer], fd: int) -> None:
+    """Write buffers to a file, and keep none of them."""
     while True:
         # Not a `for`: its variable would keep the last buffer alive during the next one.
         try:
@@ -330,6 +334,7 @@ def _write_buffers(buffers: Iterator[Buffer], fd: int) -> None:
 
 
 def _copy_range(from_fd: int, fd: int, start: int, end: int) -> None:
+    """Have the file system copy bytes `[start, end)` of a file to the end of another one."""
     while start < end:
         try:
             count = os.copy_file_range(from_fd, fd, end - start, start)
@@ -345,6 +350,7 @@ def _copy_range(from_fd: int, fd: int, start: int, end: int) -> None:
 
 
 def _write_synced(path: Path, write: Callable[[int], None]) -> os.stat_result:
+    """Write a new file and have it on the disk; return its status."""
     fd = open_here(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         write(fd)

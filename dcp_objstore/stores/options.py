@@ -287,6 +287,7 @@ def _read(
 
 
 def _check_value(name: str, value: object, option: Option, where: str) -> None:
+    """Raise ConfigError unless an option has a value of its type that can be sent."""
     if not isinstance(value, option.kinds):
         kinds = " or ".join(kind.__name__ for kind in option.kinds)
         raise ConfigError(f"{name!r} in {where} must be {kinds}, got {type(value).__name__}")

@@ -153,6 +153,7 @@ def public_options(
 
 
 def _filesystem(options: Mapping[str, object], scheme: str) -> dict[str, object]:
+    """Check options with a filesystem of fsspec in `fs`, and return them."""
     from fsspec import AbstractFileSystem
 
     fs = options[FILESYSTEM]
@@ -172,6 +173,7 @@ def _filesystem(options: Mapping[str, object], scheme: str) -> dict[str, object]
 
 
 def _foreign(options: object, scheme: str) -> dict[str, object]:
+    """Check the options of a scheme that only fsspec knows, and return them."""
     where = f"storage_options for {scheme}://"
     if not isinstance(options, Mapping):
         raise ConfigError(f"{where} must be a mapping, got {type(options).__name__}")

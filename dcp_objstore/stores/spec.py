@@ -278,6 +278,7 @@ def _with_transport(
 def _opener(
     scheme: str, options: Mapping[str, object], config: TransferConfig
 ) -> Callable[[StoreSpec], ObjectStore]:
+    """Return the function that opens a store over the configured transport."""
     transport = config.transport
     if transport == "native" and ("fs" in options or is_foreign(scheme)):
         transport = "fsspec"

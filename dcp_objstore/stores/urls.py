@@ -224,6 +224,7 @@ def _bucket_url(url: str, scheme: Scheme, rest: str) -> StoreUrl:
 
 
 def _file_url(url: str, rest: str) -> StoreUrl:
+    """Parse a file:// URL."""
     if "@" in rest.partition("/")[0]:
         raise InvalidUrlError(f"{_shown(url)} names a user; a folder's URL reads file:///path")
     path = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
@@ -239,6 +240,7 @@ def _file_url(url: str, rest: str) -> StoreUrl:
 
 
 def _fsspec_url(url: str, scheme: str, rest: str) -> StoreUrl:
+    """Parse a URL of a scheme that only fsspec knows."""
     authority, _, prefix = rest.partition("/")
     user, at, _ = authority.rpartition("@")
     # github://org:repo@branch holds no password.

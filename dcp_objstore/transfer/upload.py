@@ -189,6 +189,7 @@ class _Tracked:
             self._slot.end(part.number, part.size_bytes, answered=True)
 
     def _take(self) -> ByteArray:
+        """Return the next buffer of the content, once its part may be sent."""
         self._go_on()
         self._report(self.size_bytes // self._part_size_bytes - self._ahead)
         self._silence.wait()

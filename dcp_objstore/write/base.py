@@ -131,6 +131,7 @@ def open_base(base: str, spec: StoreSpec) -> Base:
 
 
 def _read_base(base: str, spec: StoreSpec) -> Base:
+    """Read the index of the base: the checkpoint at a URL, or the newest step of the run."""
     if base != LATEST:
         base_spec = spec.at(base)
         _, body = open_committed(base_spec.open())

@@ -351,20 +351,21 @@ def _check_boxes(state: _State, rows: _Rows) -> None:
             key=state.keys[rows.tensor[at]],
         )
     elements = table.elements[rows.at]
-    held = np.zeros(len(state.keys), np.int64)
-    np.add.at(held, rows.tensor, elements)
+    saved_elements = np.zeros(len(state.keys), np.int64)
+    np.add.at(saved_elements, rows.tensor, elements)
     for number, (key, kind) in enumerate(zip(state.keys, state.kinds, strict=True)):
-        if kind is not None and held[number] < math.prod(kind.shape):
-            raise incomplete(key, int(held[number]), math.prod(kind.shape))
+        if kind is not None and saved_elements[number] < math.prod(kind.shape):
+            raise incomplete(key, int(saved_elements[number]), math.prod(kind.shape))
     for number in _may_overlap(rows.tensor, offsets, sizes):
         boxes = np.flatnonzero((rows.tensor == number) & (elements > 0))
         low, high = offsets[boxes], offsets[boxes] + sizes[boxes]
         for at in range(len(boxes)):
-            inside = (low[at] < high[at + 1 :]) & (low[at + 1 :] < high[at])
+            # Boxes overlap if they do so in every dimension that the tensor has (`used`).
+            overlaps = (low[at] < high[at + 1 :]) & (low[at + 1 :] < high[at])
             used = table.used[rows.at[boxes[at]]]
-            hits = np.flatnonzero(inside[:, used].all(axis=1))
-            if len(hits):
-                one, other = rows.at[boxes[at]], rows.at[boxes[at + 1 + hits[0]]]
+            overlapping = np.flatnonzero(overlaps[:, used].all(axis=1))
+            if len(overlapping):
+                one, other = rows.at[boxes[at]], rows.at[boxes[at + 1 + overlapping[0]]]
                 raise StateMismatchError(
                     f"rank {table.rank[one]} has {_box(table, one)} of this tensor, and rank"
                     f" {table.rank[other]} {_box(table, other)}, which overlap",

@@ -189,7 +189,9 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         self._planned: PlannedIndex | None = None
         self._layouts: _Layouts = {}
         self._known: _KnownLayout | None = None
-        self._failed: list[BaseException] = []  # in no variable of a frame that it has
+        # The error that is raised later, in a list: a local variable would make a reference cycle
+        # of the error and its frame.
+        self._failed: list[BaseException] = []
 
     def take(
         self, state_dict: Mapping[str, Any], group: dist.ProcessGroup | None

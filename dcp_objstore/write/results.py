@@ -193,7 +193,8 @@ def build_index(
             shares.append(np.array([at.get(place, -1) for place in of_rank.places], np.int64))
         converted |= {int(shares[-1][number]): dtype for number, dtype in of_rank.converted.items()}
     row = np.concatenate(shares)
-    # By row, the number of the result that is of it. (A foreign planner may report others.)
+    # For each row, the number of its result; -1 for a row without one. Results of rows that are not
+    # in the plan, which a foreign planner may report, are at the end and dropped.
     count = sum(tensor.chunk_count for tensor in planned.tensors.values()) + len(planned.blobs)
     reported = np.full(count + 1, -1, np.int64)
     reported[row] = np.arange(len(row))
@@ -327,6 +328,7 @@ def tensor_entry(
 
 
 def _flatten_mapping(planner_data: object) -> dict[str, tuple[str | int, ...]] | None:
+    """Return the planner's mapping of keys to places, or None if it has none."""
     if planner_data is None:
         return None
     if isinstance(planner_data, dict) and all(

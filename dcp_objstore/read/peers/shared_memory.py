@@ -57,6 +57,7 @@ class SharedMemory:
         self._memory = memoryview(mmap.mmap(-1, self.size_bytes))
 
     def _shared(self) -> memoryview:
+        """Map memory that other processes of this machine can map by `address`."""
         boot_id = _BOOT_ID.read_text().strip()
         self._descriptor = os.memfd_create("dcp_objstore-slots", os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, self.size_bytes)

@@ -43,7 +43,7 @@ OPEN_AFTER_SECONDS = 60.0
 _FAR_SECONDS = 0.005
 _NEAR_MOST = 8
 _LEAST_ROUND_SECONDS = 0.02
-# A round of fewer bytes says nothing of a line.
+# A round of fewer bytes is too short to measure the speed of the network.
 _LEAST_ROUND_BYTES = 8 * MIB
 # A pause this long separates two transfers.
 _PAUSE_SECONDS = 0.1
@@ -54,8 +54,9 @@ _WORTHWHILE = 1.15
 # may have a wave more or less.
 _ROUNDS = 4
 _USED = 0.75
-# What a request may take of its time-out, and what a line moves at least as far as we know.
+# A request that takes more than this share of its time-out is slow.
 _SLOW = 0.25
+# The speed that is assumed until one was measured.
 _ASSUMED_BYTES_PER_SECOND = 8 * MIB
 # The most bytes in flight. A line that becomes slow, down to 7 MiB/s, answers them in time.
 _MOST_BYTES = 1024 * MIB
@@ -241,6 +242,7 @@ class Window(msgspec.Struct, frozen=True):
         )
 
     def _after_round(self, bytes_per_second: float) -> Window:
+        """Return the next window: a larger one, or the earlier one if this one gained nothing."""
         tried = self.trying
         if tried is not None and not tried.is_measured:
             return replace(self, trying=replace(tried, is_measured=True))

@@ -28,7 +28,7 @@ from dcp_objstore.stores.obstore.factory import (
 )
 from dcp_objstore.stores.urls import StoreUrl
 
-# The first version of Azure's REST API with access tokens is of 2017.
+# The version of Azure's REST API. Access tokens need one of 2017 or later.
 AZURE_VERSION = "2023-11-03"
 
 
@@ -53,7 +53,7 @@ def azure_factory(url: StoreUrl, options: AzureOptions, credentials: Credentials
     if provider is not None:
         sign = partial(_signed, place, provider)
     # A shared access signature would have to be in the URL of the source, which is kept among the
-    # properties of the copy. (To look at what cannot be renewed asks nobody.)
+    # properties of the copy. (`provider()` sends a request only if the credentials can be renewed.)
     if provider is not None and (credentials.renew is not None or "sas_token" not in provider()):
         copier = Copier(server, partial(azure_headers, account, provider), azure_steps)
     make = new_client_of(AzureStore, config, credentials, endpoint=endpoint, verify=options.verify)
@@ -61,6 +61,17 @@ def azure_factory(url: StoreUrl, options: AzureOptions, credentials: Credentials
 
 
 def _signed(place: str, provider: Callable[[], Any], client: Any, key: str) -> SignedGet:
+    """Return the GET of a key, signed as its credentials allow: by key, signature or token.
+
+    Args:
+        place: the URL of the container.
+        provider: a function that returns the credentials.
+        client: a client of obstore.
+        key: the object's key in the container.
+
+    Raises:
+        LaneError: the key has characters that obstore does not sign as Azure does.
+    """
     token, name = provider(), quoted(key)
     if "access_key" in token:
         if name != key:

@@ -153,6 +153,7 @@ def _from_connection(parts: Mapping[str, str]) -> Credentials | None:
 
 
 def _from_environment(endpoint: str | None) -> Credentials | None:
+    """Return the credentials of this machine, the first that there are; None if none."""
     for name, kind in _KEYS.items():
         if value := os.environ.get(name):
             return fixed(f"{name} in the environment", **{kind: value.removeprefix("?")})

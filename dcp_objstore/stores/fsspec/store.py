@@ -176,6 +176,7 @@ class FsspecStore(BaseStore[str]):
             raise
 
     def _move(self, temporary: str, path: str, *, absent: bool) -> None:
+        """Put a temporary object in its place; with `absent`, only if there is none yet."""
         if absent:
             self._fs.link(temporary, path)
         elif self._renames:
@@ -190,6 +191,7 @@ class FsspecStore(BaseStore[str]):
         self._fs.rm_file(temporary)
 
     def _write_file(self, path: str, parts: Iterable[bytes], part_size_bytes: int) -> None:
+        """Write an object; after an error, see that closing the file does not complete it."""
         file = self._fs.open(path, "wb", block_size=part_size_bytes)
         try:
             for part in parts:

@@ -84,6 +84,7 @@ def _from_variables() -> Credentials | None:
 
 
 def _from_defaults(base_url: str | None, stripped: tuple[str, ...]) -> Credentials:
+    """Return google-auth's application default credentials."""
     advice = (
         "run `gcloud auth application-default login`, set GOOGLE_APPLICATION_CREDENTIALS, or pass"
         " storage_options={'token': …} ({'anon': True} for a public bucket)" + lost(stripped)

@@ -95,6 +95,7 @@ class Clients(Requests):
             return self._made[use]
 
     def _open(self, use: Use) -> Any:
+        """Make a client of obstore with the time-outs and retries of a use."""
         config, small_seconds = self._config, self.small_timeout_seconds
         is_small = use in ("small", "list")
         seconds = {"timeout": small_seconds if is_small else config.request_timeout_seconds}
@@ -166,6 +167,7 @@ class Clients(Requests):
             self.lane = self._new_lane()
 
     def _expired(self, error: Exception, why: str) -> CredentialsError:
+        """Return the error that the store refused the credentials and there are no others."""
         credentials = self._credentials or Credentials("unknown")
         accepts = (
             "no longer accepts"

@@ -315,7 +315,7 @@ class DirectAnswer(Answer):
 
     def close(self) -> None:
         """Keep the connection for the next request; close it if there is more to come over it."""
-        # Behind the last byte of a body in chunks comes a chunk of none.
+        # After the last byte of a body in chunks the server sends an empty chunk, which is unread.
         if self._left_bytes or self._answer is None or self._cancelled or self._answer.chunked:
             self._connection.close()
             return
@@ -323,6 +323,7 @@ class DirectAnswer(Answer):
         self._lane.succeeded(self._connection, self._signed.origin)
 
     def _head(self) -> http.client.HTTPResponse:
+        """Read the answer's head; if an idle connection was lost, ask once more over a new one."""
         try:
             answer = self._respond()
         except (http.client.RemoteDisconnected, ConnectionError) as error:
@@ -346,6 +347,7 @@ class DirectAnswer(Answer):
         return self._connection.getresponse()
 
     def _receive(self, into: memoryview) -> int:
+        """Receive some bytes of the body into memory; return how many."""
         if self._ahead:
             some = self._ahead[: len(into)]
             into[: len(some)] = some
@@ -362,6 +364,7 @@ class DirectAnswer(Answer):
 
 
 def _send(connection: _Connection, signed: SignedGet, start: int, end: int) -> None:
+    """Send the request for bytes `[start, end)`."""
     parts = urlsplit(signed.url)
     # The host is part of what was signed.
     headers = {

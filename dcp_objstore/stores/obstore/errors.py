@@ -196,6 +196,7 @@ class _Message(NamedTuple):
 
 
 def _message(error: BaseException) -> _Message:
+    """Take the text of an error of obstore apart."""
     text, _, dump = str(error).partition("\n\nDebug source:")
     dump = " ".join(dump.split())
     request = _REQUEST.search(text)

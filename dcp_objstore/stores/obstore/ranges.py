@@ -99,6 +99,7 @@ class ObstoreSource(RetriedSource):
 
 
 def _ask_obstore(clients: Clients, path: str, in_memory: bool, start: int, end: int) -> Answer:
+    """Ask obstore for bytes `[start, end)` of an object."""
     import obstore
 
     client = clients.get("range")

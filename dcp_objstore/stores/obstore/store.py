@@ -184,12 +184,12 @@ class ObstoreStore(BaseStore[str]):
                 raise errors.UploadLostError(translated.message) from error
             is_refusal = isinstance(translated, errors.CredentialsError)
             if is_refusal and self._clients.were_refused(error):
-                # Parts cannot be sent again from here; what comes next has fresh ones.
+                # The parts cannot be sent again here. The next upload asks for fresh credentials.
                 self._clients.renew(error)
                 translated.message += "; the next try asks for fresh ones"
             raise translated from error
         version = _version(result)
-        # Ceph's gateway does not say it where an upload was completed.
+        # Ceph's gateway returns no version when an upload is completed.
         return self._head(place).version if version == Version() else version
 
     def _copy(
@@ -399,6 +399,7 @@ def _version(answer: Any) -> Version:
 
 
 def _mode(precondition: Precondition | None, scheme: str) -> Any:
+    """Return obstore's mode of a PUT with this precondition."""
     if precondition is None:
         return None  # obstore overwrites
     if isinstance(precondition, IfAbsent):

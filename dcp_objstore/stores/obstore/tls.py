@@ -94,7 +94,7 @@ class TlsSocket(socket.socket):
             try:
                 while True:
                     try:
-                        # A record a call.
+                        # Each call of `read` returns at most one TLS record.
                         while at < len(into) and (count := read(len(into) - at, into[at:])):
                             at += count  # type: ignore[operator]  # typeshed says bytes
                     except ssl.SSLWantReadError:
@@ -110,6 +110,7 @@ class TlsSocket(socket.socket):
                 return at
 
     def _shake_hands(self) -> None:
+        """Make the TLS handshake. Some threads do so at a time; see `_turns`."""
         with _turns.here:
             while True:
                 try:

@@ -171,6 +171,7 @@ class Boto3Clients(S3Requests):
             return self._made[use]
 
     def _make(self, use: Use) -> Any:
+        """Make a client of boto3 with the time-outs of a use."""
         import botocore
         from botocore.config import Config
 

@@ -79,6 +79,7 @@ def no_s3_credentials(stripped: tuple[str, ...]) -> CredentialsError:
 
 
 def _from_options(settings: S3Options) -> Credentials | None:
+    """Return the credentials that the storage options name; None if they name none."""
     if settings.anon:
         return ANONYMOUS
     if settings.key is not None:
@@ -109,6 +110,7 @@ def keys_of_environment() -> Credentials | None:
 
 
 def _from_machine() -> Credentials | None:
+    """Return the credentials of this machine: what boto3 finds, or what obstore can find alone."""
     profile = S3Options.option("profile").from_environment()
     if os.environ.get(_OF_OBJECT_STORE):
         raise CredentialsError(f"{_OF_OBJECT_STORE} is not read: set {_METADATA} in its place")

@@ -112,6 +112,7 @@ def without_frames(error: BaseException) -> BaseException:
 
 
 def _answer(error: Any, conditional: bool) -> Facts:
+    """Return what an error answer of botocore says."""
     status, code = status_of(error), code_of(error) or None
     if code == str(status):
         code = None

@@ -201,6 +201,7 @@ class S3Options(Schema):
 
 
 def _checksum_of_environment() -> str | None:
+    """Return the checksum algorithm of the environment variable; None if unset."""
     named = os.environ.get(CHECKSUM_VARIABLE)
     if named is None:
         return None

@@ -57,6 +57,7 @@ class S3Uploads:
             ]
 
     def _described(self, entry: Mapping[str, Any]) -> UnfinishedUpload:
+        """Return an unfinished upload with the size of its parts."""
         marks = {"PartNumberMarker": "NextPartNumberMarker"}
         named = {"Key": entry["Key"], "UploadId": entry["UploadId"]}
         listed = pages(partial(self._ask, "list_parts"), named, marks)

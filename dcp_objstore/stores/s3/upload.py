@@ -150,6 +150,7 @@ class MultipartUpload:
         self._team.clear()
 
     def _work(self) -> None:
+        """Send parts until there are no more. Runs in a thread of the upload."""
         while (task := self._tasks.get()) is not None:
             number, part = task
             del task  # whose buffers must not outlive their request while this thread waits
@@ -249,6 +250,7 @@ def checksums_for(settings: S3Options, endpoint_url: str | None) -> Checksums:
 
 
 def _crc(algorithm: str) -> _Crc:
+    """Return the function that computes a CRC; it may need awscrt."""
     if algorithm not in _OF_AWSCRT:
         return zlib.crc32
     crc: _Crc | None = None

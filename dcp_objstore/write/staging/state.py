@@ -343,7 +343,7 @@ def _not_copied(state_dict: Mapping[str, Any], error: Exception) -> DcpObjstoreE
         try:
             if not isinstance(value, torch.Tensor):
                 _deep_copies([value])
-        except Exception as failed:  # noqa: BLE001 - this is the one
+        except Exception as failed:  # noqa: BLE001 - the value to name
             key, error = name, failed
             break
     return by_cause(error, "this value cannot be copied, as a save in the background does", key)
