@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from dcp_objstore.checkpoint.clock import pause_or_raise
 from dcp_objstore.checkpoint.marker import Marker
@@ -136,10 +136,22 @@ def _take_back(store: ObjectStore, stored: Stored[Marker] | None) -> bool:
     return True
 
 
-def _judge(
-    store: ObjectStore, marker: Marker, dot_metadata: DotMetadata
-) -> tuple[Change | None, bytes, datetime | None]:
-    """Return the change that is needed, the body to write, and when the present one was written."""
+class _Needed(NamedTuple):
+    """What brings `.metadata` into line with a marker.
+
+    Attributes:
+        change: the change that is needed; None if there is none.
+        body: what to write.
+        written_at: the time at which the present `.metadata` was written, if it is in line.
+    """
+
+    change: Change | None
+    body: bytes = b""
+    written_at: datetime | None = None
+
+
+def _needed_change(store: ObjectStore, marker: Marker, dot_metadata: DotMetadata) -> _Needed:
+    """Compare `.metadata` with what a marker says."""
     index = read_index(store, marker) if marker.is_committed else None
     try:
         body, meta = store.get(DOT_METADATA_KEY, max_size_bytes=MAX_SIZE_BYTES)
@@ -147,10 +159,10 @@ def _judge(
         body = None  # missing, or larger than this package writes
     if index is None:
         removed = body is not None and dot_metadata.is_ours(body)
-        return ("removed" if removed else None), b"", None
+        return _Needed("removed" if removed else None)
     if body is not None and dot_metadata.describes(body, index):
-        return None, body, meta.last_modified
-    return "written", dot_metadata.derive(index), None
+        return _Needed(None, body, meta.last_modified)
+    return _Needed("written", dot_metadata.derive(index))
 
 
 @dataclass(frozen=True)
@@ -189,7 +201,7 @@ def align_dot_metadata(
     """
     change: Change | None = None
     while stored.record.state != "deleting":
-        needed, body, written_at = _judge(store, stored.record, dot_metadata)
+        needed, body, written_at = _needed_change(store, stored.record, dot_metadata)
         if needed is None or dry_run:
             return Aligned(stored, needed or change, written_at)
         if needed == "removed":

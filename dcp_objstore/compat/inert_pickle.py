@@ -17,7 +17,7 @@ from __future__ import annotations
 import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 _MAX_TUPLE_DEPTH: Final = 64
 _MAX_NAME_BYTES: Final = 1024
@@ -321,11 +321,25 @@ _PREFIXES: Final = {
 }
 
 
-def _described(opcode: pickletools.OpcodeInfo) -> tuple[int, bool, _Effect]:
-    """Return the size of its argument, whether this is a length of what follows, and its effect."""
+class _Opcode(NamedTuple):
+    """How `scan` treats an opcode.
+
+    Attributes:
+        width: the size of its argument in bytes.
+        is_prefix: whether the argument is the length of data that follows it.
+        effect: what it does to the stack.
+    """
+
+    width: int
+    is_prefix: bool
+    effect: _Effect
+
+
+def _described(opcode: pickletools.OpcodeInfo) -> _Opcode:
+    """Return how `scan` treats an opcode."""
     length = 0 if opcode.arg is None else opcode.arg.n
     effect = _EFFECTS.get(opcode.name, _PUSH)
-    return _PREFIXES.get(length, max(0, length)), length in _PREFIXES, effect
+    return _Opcode(_PREFIXES.get(length, max(0, length)), length in _PREFIXES, effect)
 
 
 _OPCODES: Final = {ord(opcode.code): _described(opcode) for opcode in pickletools.opcodes}

@@ -262,13 +262,13 @@ class _Bench:
         """Measure everything. The caller removes what is left."""
         put_ms, get_ms = self._small_requests()
         self._fill(min(size_bytes or _LEAST_AUTO_BYTES, _LEAST_AUTO_BYTES))
-        kept, *_ = self._first()  # which imports, connects and so on
+        kept, *_ = self._save_and_load()  # not measured: it imports, connects and so on
         self._remove(kept)
-        kept, saved, loaded = self._first()
+        kept, saved, loaded = self._save_and_load()
         while next_bytes := self._next_size_bytes(size_bytes, saved, loaded):
             self._remove(kept)
             self._fill(next_bytes)
-            kept, saved, loaded = self._first()
+            kept, saved, loaded = self._save_and_load()
         saves, plain_puts, loads, plain_gets = self._take_turns(
             lambda: self._save()[1],
             lambda: self._plain_puts(saved),
@@ -329,8 +329,8 @@ class _Bench:
             f"tensor-{number}": torch.from_numpy(piece) for number, piece in enumerate(pieces)
         }
 
-    def _first(self) -> tuple[str, _Round, _Round]:
-        """Save and load once; the checkpoint stays."""
+    def _save_and_load(self) -> tuple[str, _Round, _Round]:
+        """Save and load once; return the checkpoint's name, and how the save and load went."""
         name, saved = self._save(keep=True)
         return name, saved, self._load(name)
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dcp_objstore.checkpoint.catalogue import Entry, Markers
 from dcp_objstore.checkpoint.delete import check_deletion_grace, remove_deleted
@@ -67,6 +67,14 @@ def after_commit(
     return spawn(follow, "upkeep")
 
 
+class _PendingRemoval(NamedTuple):
+    """A deletion whose objects are removed at a time, by the clock of `Deletions`."""
+
+    due_at: float
+    spec: StoreSpec
+    commit_id: str
+
+
 class Deletions:
     """Deletes checkpoints for a job, and removes their objects when a grace period is over.
 
@@ -81,8 +89,7 @@ class Deletions:
     def __init__(self, grace_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._grace_seconds = check_deletion_grace(grace_seconds)
         self._clock = clock
-        # For each deletion: when its objects may go, its checkpoint, and the commit's id.
-        self._due: deque[tuple[float, StoreSpec, str]] = deque()
+        self._pending: deque[_PendingRemoval] = deque()
 
     def delete(self, spec: StoreSpec, claim: int | None, *, allow_newest: bool) -> None:
         """Delete a checkpoint, as `upkeep.delete_step` does, and remove what is due."""
@@ -91,7 +98,7 @@ class Deletions:
         )
         if self._grace_seconds:
             due_at = self._clock() + self._grace_seconds
-            self._due.append((due_at, spec, report.commit_id))
+            self._pending.append(_PendingRemoval(due_at, spec, report.commit_id))
         self.remove_due()
 
     def remove_due(self) -> None:
@@ -100,8 +107,8 @@ class Deletions:
         Raises:
             DcpObjstoreError: the store refused or failed.
         """
-        while self._due and self._due[0][0] <= self._clock():
-            _, spec, commit_id = self._due.popleft()
+        while self._pending and self._pending[0].due_at <= self._clock():
+            _, spec, commit_id = self._pending.popleft()
             remove_deleted(spec.open(), commit_id)
 
 

@@ -162,19 +162,28 @@ def plan_exchange(
     return plans
 
 
+class _Want(NamedTuple):
+    """What one read needs of a block: the fields of `NEED` from `low` on."""
+
+    low: int
+    high: int
+    packed_bytes: int
+    read: int
+
+
 @dataclass(slots=True)
 class _SharedBlock:
     """A block that several ranks need.
 
     Attributes:
-        wants: what each rank needs of it: the fields of `NEED` from `low` on.
+        wants: what each rank needs of it.
         readers: the ranks of which one reads it, in order.
     """
 
     object_number: int
     start: int
     end: int
-    wants: dict[int, list[tuple[int, int, int, int]]]
+    wants: dict[int, list[_Want]]
     readers: Sequence[int]
 
 
@@ -183,6 +192,7 @@ _Holders: TypeAlias = dict[int, dict[bytes, list[int]]]
 
 
 def _holders(held: Sequence[Held | None]) -> _Holders:
+    """Return which ranks can read a copy of each object; see `plan_exchange`."""
     holders: _Holders = {}
     for rank, of_rank in enumerate(held):
         if of_rank is None:
@@ -193,7 +203,7 @@ def _holders(held: Sequence[Held | None]) -> _Holders:
 
 
 def _split(needs: Sequence[Needs], holders: _Holders) -> tuple[list[_SharedBlock], list[int]]:
-    """Return the shared blocks, ordered by place, and the bytes that each rank alone needs."""
+    """Return the shared blocks, by object and offset, and the bytes that each rank alone needs."""
     rows = np.concatenate(list(needs)) if needs else np.empty(0, NEED)
     ranks = np.repeat(np.arange(len(needs)), [len(of_rank) for of_rank in needs])
     order = np.lexsort((ranks, rows["end"], rows["start"], rows["object_number"]))
@@ -214,33 +224,37 @@ def _split(needs: Sequence[Needs], holders: _Holders) -> tuple[list[_SharedBlock
     blocks = []
     for low, high in zip(first[is_shared].tolist(), last[is_shared].tolist(), strict=True):
         number, start, end, *_ = rows[low].item()
-        wants: dict[int, list[tuple[int, int, int, int]]] = {}
+        wants: dict[int, list[_Want]] = {}
         for rank, row in zip(
             ranks[low : high + 1].tolist(), rows[low : high + 1].tolist(), strict=True
         ):
-            wants.setdefault(rank, []).append(row[3:])
+            wants.setdefault(rank, []).append(_Want(*row[3:]))
         block = _SharedBlock(number, start, end, wants=wants, readers=list(wants))
         for part in _by_node(block, holders[number]) if number in holders else [block]:
             if part.wants.keys() == set(part.readers) and len(part.wants) == 1:
                 loads[part.readers[0]] += end - start
             else:
                 blocks.append(part)
-    if holders:  # what the same ranks read stands together
+    if holders:  # blocks that the same rank reads come one after the other
         blocks.sort(key=lambda block: (block.object_number, block.readers[0], block.start))
     return blocks, loads.tolist()
 
 
 def _by_node(block: _SharedBlock, holders: dict[bytes, list[int]]) -> Iterator[_SharedBlock]:
-    """Divide a block's ranks: on each node with a copy one reads it, on one also for the rest."""
-    at_home = {
+    """Divide a block by the nodes that have a copy, on each of which one rank reads it.
+
+    One of these nodes also serves the ranks of nodes without a copy.
+    """
+    local = {
         node: [rank for rank in ranks if rank in block.wants] for node, ranks in holders.items()
     }
-    strangers = block.wants.keys() - {rank for ranks in at_home.values() for rank in ranks}
-    # A node that reads it anyway, or else any; but the same for all blocks of an object.
-    hosts = sorted(filter(at_home.get, holders) if any(at_home.values()) else holders)
+    others = block.wants.keys() - {rank for ranks in local.values() for rank in ranks}
+    # A node that reads the block for itself if there is one, else any node with a copy; the same
+    # one for all blocks of an object.
+    hosts = sorted(filter(local.get, holders) if any(local.values()) else holders)
     host = hosts[block.object_number % len(hosts)]
-    for node, ranks in at_home.items():
-        served = [*ranks, *(strangers if node == host else ())]
+    for node, ranks in local.items():
+        served = [*ranks, *(others if node == host else ())]
         if served:
             wants = {rank: block.wants[rank] for rank in served}
             yield replace(block, wants=wants, readers=ranks or holders[node])
@@ -251,7 +265,8 @@ def _merge(
 ) -> Iterator[list[_SharedBlock]]:
     """Group neighbouring blocks that the same ranks need, up to the size of a request.
 
-    Of one object these have the same readers, too: who needs a block tells which node serves it.
+    Such blocks of one object have the same readers, too, because these follow from the ranks that
+    need the block.
     """
     run: list[_SharedBlock] = []
     end = 0
@@ -295,12 +310,20 @@ def _assign(runs: Iterator[list[_SharedBlock]], loads: list[int]) -> Iterator[Sh
 
 def _message(run: Sequence[_SharedBlock], rank: int) -> tuple[Segment, ...]:
     """Return the message for `rank`; stretches with small gaps between them become one."""
-    rows = [(block, *row) for block in run for row in block.wants[rank]]
     packed = [
-        Segment(block.start, block.end, size, read) for block, _, _, size, read in rows if size
+        Segment(block.start, block.end, want.packed_bytes, want.read)
+        for block in run
+        for want in block.wants[rank]
+        if want.packed_bytes
     ]
+    unpacked = {
+        (want.low, want.high)
+        for block in run
+        for want in block.wants[rank]
+        if not want.packed_bytes
+    }
     plain: list[Segment] = []
-    for low, high in sorted({(low, high) for _, low, high, size, _ in rows if not size}):
+    for low, high in sorted(unpacked):
         # Sending the bytes of a gap costs less than the copy that several segments need.
         if plain and low <= plain[-1].end + DEFAULT_GAP_BYTES:
             plain[-1] = Segment(plain[-1].start, max(plain[-1].end, high))
