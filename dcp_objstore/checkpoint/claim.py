@@ -210,7 +210,9 @@ def _take(
 
     Args:
         known: what `_CLAIM` was read as, which each PUT of it must find unchanged.
-        saves: the name of the step whose commit raises the base. Default: the claim raises it.
+        keeps: whether a step, by its name, is adopted. Default: each one.
+        saves: the name of the step whose commit raises the base, if this job goes back to an
+            earlier step. Default: the claim itself raises it.
     """
     before = known.record if known else ClaimRecord(number=number, base=0, write_id=new_id())
     tries = clock.tries()
@@ -241,8 +243,8 @@ def _take(
         steps = _read_all(objects_at, open_step, keeps=keeps)
         counting = [step for step in steps if counts(step.marker, base)]
         kept = [step for step in counting if keeps(step.name)]
-        left = [step for step in counting if not keeps(step.name)]
-        later = max(_last_claim(steps), _last_claim(left) + 1, least)
+        dropped = [step for step in counting if not keeps(step.name)]
+        later = max(_last_claim(steps), _last_claim(dropped) + 1, least)
         if later > number:
             # `_CLAIM` still has our number, so no job of this run has a later one: a step with it
             # was copied here from another run.
@@ -254,7 +256,7 @@ def _take(
         ):
             if saves:
                 put(claimed, base, GoingBack(step=saves, claim=number))
-                _log_left(run, saves, left)
+                _log_dropped(run, saves, dropped)
             else:
                 put(claimed, number, None)
             return number
@@ -318,18 +320,18 @@ def _adopt(steps: Sequence[Entry], number: int, clock: Clock) -> bool:
     return all(list(in_waves(adopt, [step for step in steps if step.marker.claim < number])))
 
 
-def _log_left(run: ObjectStore, saves: str, left: Sequence[Entry]) -> None:
+def _log_dropped(run: ObjectStore, saves: str, dropped: Sequence[Entry]) -> None:
     """Warn of the steps that a save after going back makes stop counting."""
-    if left:
+    if dropped:
         logger.warning(
             "%s: this job went back to an earlier step. When %s is saved, these %d steps no longer"
             " count: %s",
             run.url,
             saves,
-            len(left),
-            first_few([step.name for step in reversed(left)], 8),
+            len(dropped),
+            first_few([step.name for step in reversed(dropped)], 8),
         )
-    for step in left:
+    for step in dropped:
         if step.marker.pins:
             logger.warning(
                 "%s is pinned (%s), so it stays; remove the pin before you save this step again",

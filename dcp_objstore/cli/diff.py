@@ -47,8 +47,12 @@ def print_diff(
     )
     if as_json:
         values = tuple(
-            dataclasses.replace(one, value=_plain(one.value), other_value=_plain(one.other_value))
-            for one in report.values
+            dataclasses.replace(
+                difference,
+                value=_plain(difference.value),
+                other_value=_plain(difference.other_value),
+            )
+            for difference in report.values
         )
         print_json(dataclasses.replace(report, values=values), same=report.same)
     else:

@@ -97,12 +97,13 @@ def _keys(adapter: Adapter) -> dict[str, str]:
 
 
 def _adapters(checkpoint: Checkpoint) -> dict[str, Adapter]:
+    """Return the adapters that a checkpoint describes, by name; none if it has no description."""
     if DESCRIPTION_KEY not in checkpoint:
         return {}
     try:
         value: Any = checkpoint[DESCRIPTION_KEY].read()
         return msgspec.json.decode(value, type=dict[str, Adapter])
-    except (UntrustedPickleError, TypeError, msgspec.DecodeError):  # it is somebody else's
+    except (UntrustedPickleError, TypeError, msgspec.DecodeError):  # the key is another program's
         return {}
 
 

@@ -222,8 +222,16 @@ class _ObjectStore:
         described: Mapping[str, object] | None = None,
         run_url: str | None = None,
     ) -> None:
-        """Save what is sharded, and what rank 0 has besides; then sweep the run, if it is known."""
-        self._finish_deletions()  # of a checkpoint with this name, perhaps
+        """Save a checkpoint; then sweep its run, if that is known.
+
+        Args:
+            url: the URL of the checkpoint.
+            parts: what all ranks save together: the model and the optimizers.
+            meta: what only rank 0 saves: the rest of Lightning's checkpoint.
+            described: the `user_metadata`.
+            run_url: the URL of the run. Default: not known.
+        """
+        self._finish_deletions()  # one may be that of an earlier checkpoint at this URL
         if not current_rank():
             parts = {**parts, META_KEY: _Meta(meta, trust_pickle=True)}
         options: Any = {**self._transfer, "overwrite": True, "user_metadata": described}

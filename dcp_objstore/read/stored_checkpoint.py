@@ -235,9 +235,10 @@ def open_stored_checkpoint(
 
 
 def _open_at(spec: StoreSpec, load_id: str | None, *, verify: bool) -> StoredCheckpoint:
+    """Open what is at a URL: a file of safetensors if it has such a name, else a checkpoint."""
     folder, name = spec.parent()
     if name.endswith(safetensors.SUFFIX):
-        assert folder is not None  # where there is none, there is no name
+        assert folder is not None  # since the URL has a last segment, its name
         with suppress(ObjectNotFoundError):
             return asked_again(partial(_open_file, folder.open(), name, load_id))
     return open_rooted(spec.open(), load_id, verify=verify)

@@ -67,7 +67,8 @@ class Record:
     def below(self, place: Place) -> dict[str, Path]:
         """Return what was saved below a place: the rest of each key, with its path from there."""
         name = ".".join(place)
-        start, end = (bisect_left(self._sorted, name + sign) for sign in "./")  # "/" follows "."
+        # The keys that begin with "<name>." come before "<name>/", because "/" follows ".".
+        start, end = (bisect_left(self._sorted, name + sign) for sign in "./")
         length = len(name) + 1
         return {
             key[length:]: below(self._paths.get(key, (key,)), length)

@@ -254,6 +254,7 @@ class _Tracked:
         self._end_if_dropped(part)
 
     def _end_if_dropped(self, part: _Part) -> None:
+        """Note that a part was sent, once the transport has released all of its buffers."""
         # If several threads see that the part has ended, only one of them gets it.
         if part.is_whole and not part.held and self._under_way.pop(part.number, None) is not None:
             part.ended_at = time.monotonic()

@@ -154,9 +154,10 @@ def planned_index(metadata: Metadata) -> PlannedIndex:
             blobs.append(fqn)
             continue
         boxes = sorted(described.chunks, key=_OFFSETS)
-        held, wanted = sum(map(math.prod, map(_SIZES, boxes))), math.prod(described.size)
-        if held != wanted:
-            raise incomplete(fqn, held, wanted)
+        saved_elements = sum(map(math.prod, map(_SIZES, boxes)))
+        elements = math.prod(described.size)
+        if saved_elements != elements:
+            raise incomplete(fqn, saved_elements, elements)
         tensors[fqn] = tensor_entry(fqn, described, len(boxes))
         chunks += boxes
     flat = itertools.chain.from_iterable

@@ -156,7 +156,13 @@ def _from_instance() -> Credentials | None:
 
 
 def _from_boto3(profile: str | None, named: str | None) -> Credentials | None:
-    """Ask boto3's chain; a profile that was `named` must have credentials, so that none is None."""
+    """Return the credentials that boto3 finds.
+
+    Args:
+        profile: the profile to read. Default: boto3 chooses.
+        named: the setting that names the profile, in words for errors. Without one, the result is
+            None if boto3 finds no credentials; with one, that is an error.
+    """
     if importlib.util.find_spec("boto3") is None:
         raise CredentialsError(f"{named} {_NEEDS_BOTO3}")
     found = open_boto3_session(named or "the AWS settings", profile_name=profile)

@@ -49,7 +49,7 @@ class _BackgroundSave:
         self.thread: threading.Thread | None = None
         self.staged_in = threading.current_thread()
         self._group = world_group()
-        self._ranks = count_ranks(self._group)  # torch does not tell it of a group that has gone
+        self._ranks = count_ranks(self._group)  # torch cannot count those of a destroyed group
         self._before = weakref.WeakSet(threading.enumerate())
         self._in_child = False
         self._dropped = threading.Event()
