@@ -175,6 +175,7 @@ class ReadingContract(Endpoint):
             "range ignored": (200, {}, _SENT * 30),
             "another beginning": (206, {"Content-Range": "bytes 3-11/300"}, _SENT),
             "another end": (206, {"Content-Range": "bytes 0-8/300"}, _SENT),
+            "too long": (206, {"Content-Range": "bytes 0-99/300"}, _SENT * 30),
             "whole, cut off": (200, {"Content-Length": "100"}, _SENT),
         }
         with ScriptedServer() as server:
