@@ -111,7 +111,7 @@ class S3fsStore(S3Store):
         async def read() -> tuple[Mapping[str, Any], bytes | None]:
             answer = await _ask(self._filesystems.read, "get_object", target)
             stream = answer["Body"]
-            try:
+            async with stream:
                 if "ContentLength" not in answer:  # a body in chunks
                     body = bytearray()
                     while len(body) <= max_size_bytes and (some := await stream.read(MIB)):
@@ -119,8 +119,6 @@ class S3fsStore(S3Store):
                     return {**answer, "ContentLength": len(body)}, bytes(body)
                 is_large = answer["ContentLength"] > max_size_bytes
                 return answer, None if is_large else await stream.read()
-            finally:
-                stream.close()
 
         answer_and_body: tuple[Mapping[str, Any], bytes | None] = self._run(read())
         return answer_and_body
