@@ -103,6 +103,23 @@ def test_a_key_with_an_empty_part_is_refused_as_what_it_is():
         decode_metadata(of_path("shard//__0_0.distcp"))
 
 
+def test_what_is_just_within_its_limits_is_read():
+    zeros, ones = p.size(*[0] * 64), p.size(*[1] * 64)
+    tensor = p.tensor(shape=ones, chunks=p.listed(p.chunk(zeros, ones)))
+    transforms = p.listed(*[p.text("z" * 200)] * 4)
+    info = p.info(
+        p.text("a" * 1024), p.number(2**63 - 2), p.number(1), transform_descriptors=transforms
+    )
+    path = (-(2**63) + 1, *["a"] * 999)
+    planner = p.tupled(p.number(path[0]), *map(p.text, path[1:]))
+    body = p.metadata(
+        p.mapped({p.text("w"): tensor}),
+        p.mapped({p.index(p.text("w"), zeros): info}),
+        p.mapped({p.text("w"): planner}),
+    )
+    same(decode_metadata(body), unpickled(body))
+
+
 def shared(value: bytes, uses: int) -> bytes:
     """A list of `value`, and of the same once more for each use; five bytes each."""
     return b"](" + value + b"r\xff\xff\0\0" + b"j\xff\xff\0\0" * uses + b"e"

@@ -439,6 +439,10 @@ ABUSES: dict[str, Any] = {
     "a BytesIO that writes far away": lambda: h.v2(buffer(text_bytes(1), h.long_number(BIG), p.NONE)),
     "an array by a __setstate__ of its own": lambda: h.v2(
         h.called("collections.OrderedDict") + p.mapped({p.text("__setstate__"): b"cnumpy\nndarray\n"}) + b"b" + p.listed(h.long_number(1 << 40)) + b"b"),
+    "a BytesIO at a place that is a bool": lambda: h.v2(buffer(text_bytes(3), p.TRUE, p.NONE)),
+    "a deque whose limit is a bool": lambda: h.v2(h.called("collections.deque", p.EMPTY_TUPLE, p.TRUE)),
+    "a time zone that is named by a number": lambda: h.v2(
+        h.called("datetime.timezone", h.called("datetime.timedelta", *[p.number(0)] * 3), p.number(1))),
     "bytes(2**33)": lambda: h.v2(h.called("builtins.bytes", h.long_number(1 << 33))),
     "new bytes(2**33)": lambda: h.v2(b"cbuiltins\nbytes\n" + p.tupled(h.long_number(1 << 33)) + b"\x81"),
     "deque(range(2**40))": lambda: h.v2(h.called("collections.deque", RANGE)),
@@ -451,6 +455,8 @@ ABUSES: dict[str, Any] = {
     "an array of more than its bytes": lambda: h.v2(array(p.tupled(h.long_number(1 << 40)), dtype(), text_bytes(8))),
     "an array of fewer than its bytes": lambda: h.v2(array(p.tupled(p.number(1)), dtype(), text_bytes(8))),
     "an array of -2 x -1": lambda: h.v2(array(p.tupled(p.number(-2), p.number(-1)), dtype(), text_bytes(8))),
+    "an array whose size is a bool": lambda: h.v2(array(p.tupled(p.TRUE), dtype(), text_bytes(4))),
+    "an array of 33 dimensions": lambda: h.v2(array(p.tupled(*[p.number(1)] * 33), dtype(), text_bytes(4))),
     "an array that overflows behind a 0": lambda: h.v2(array(p.tupled(p.number(0), h.long_number(BIG), h.long_number(BIG)), dtype(), text_bytes(0))),
     "an array of objects": lambda: h.v2(array(p.tupled(p.number(1)), dtype("O8"), p.listed(p.NONE))),
     "an array whose bytes are objects": lambda: h.v2(array(p.tupled(p.number(1)), dtype("O8"), text_bytes(8))),
