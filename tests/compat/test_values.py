@@ -191,6 +191,11 @@ def test_what_abuses_a_value_that_runs_nothing_is_refused_and_changes_nothing(na
     assert np.dtype("f4").byteorder == "="
 
 
+def test_an_array_of_a_size_that_is_a_bool_is_not_known_to_be_harmless():
+    assert vet(hostile_cases.USES["array"]())
+    assert not vet(hostile_cases.ABUSES["an array whose size is a bool"]())
+
+
 def test_where_torch_may_load_nothing_else_it_decides_alone(monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
     with pytest.raises(UntrustedPickleError, match=r"datetime\.time"):
