@@ -11,8 +11,6 @@ import re
 import runpy
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +30,7 @@ import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import MARKER_KEY
 from tests.support.checkpoints import Options, memory_url
 from tests.support.command_line import environment
+from tests.support.programs import run_example
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
 
@@ -935,18 +934,8 @@ def test_the_example_resumes_on_one_rank(bucket, tmp_path, capsys):
         assert line in EXAMPLE.read_text()
     assert len(EXAMPLE.read_text().splitlines()) < 80
 
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = subprocess.run(
-        [sys.executable, *torchrun, str(EXAMPLE), bucket.url, "10"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "started at step 0, trained to step 10" in done.stdout
+    printed = run_example(EXAMPLE, 2, bucket.url, "10", bucket=bucket, cwd=tmp_path)
+    assert "started at step 0, trained to step 10" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["local"]
     with a_machine(str(tmp_path)):
         runpy.run_path(str(EXAMPLE))["main"](bucket.url, 15)

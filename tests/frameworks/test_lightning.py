@@ -8,10 +8,8 @@ import operator
 import os
 import re
 import runpy
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +21,7 @@ from torch import nn
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, is_ours, parse_index_key
 from tests.support.command_line import environment
+from tests.support.programs import run_example
 from tests.support.proxy import Asked, NetworkProxy
 from tests.support.ranks import run_ranks, start_workers
 from tests.support.servers import Bucket
@@ -202,9 +201,7 @@ def fit(rank: int, world_size: int, job: Job) -> dict[str, Any]:
 
 def run(world_size: int, job: Job, **changes: Any) -> dict[str, Any]:
     """Run a job; what its ranks return, which is the same on all."""
-    first, *others = run_ranks(
-        world_size, fit, Job(**{**vars(job), **changes}), timeout_seconds=280
-    )
+    first, *others = run_ranks(world_size, fit, replace(job, **changes), timeout_seconds=280)
     assert all(other == first for other in others)
     return first  # type: ignore[no-any-return]
 
@@ -326,7 +323,7 @@ def save_in_the_background(rank: int, world_size: int, job: Job) -> tuple[list[s
 
 def test_saves_in_the_background_end_with_fit_and_deletions_wait_for_them(bucket, job):
     changes = {"callback": {"save_top_k": 1}, "storage": {"background": True}, "steps": 8}
-    first, other = run_ranks(2, save_in_the_background, Job(**{**vars(job), **changes}))
+    first, other = run_ranks(2, save_in_the_background, replace(job, **changes))
     assert first == (["step=8.ckpt"], "InvalidUrlError")
     assert other[1] == "InvalidUrlError"  # the other rank has not waited for the deletions
     assert names(bucket) == ["step=8.ckpt", "by-hand.ckpt"]
@@ -337,7 +334,7 @@ def stay_in_the_root(rank: int, world_size: int, job: Job) -> list[Any]:
         said: list[Any] = []
         for steps, ckpt_path in ((2, None), (4, "last")):
             changes = {"steps": steps, "callback": {"every_n_train_steps": 1, "save_top_k": 1}}
-            trainer, module, data = make_trainer(world_size, Job(**{**vars(job), **changes}))
+            trainer, module, data = make_trainer(world_size, replace(job, **changes))
             trainer.checkpoint_callback.dirpath = None  # as if it was made without one
             trainer.fit(module, data, ckpt_path=ckpt_path)
             said.append(trainer.ckpt_path)
@@ -411,9 +408,7 @@ def load_untrusted(rank: int, world_size: int, job: Job) -> list[str]:
     with as_rank(rank, world_size, job):
         said = []
         for storage in ({}, {"trust_pickle": True}):
-            trainer, module, data = make_trainer(
-                world_size, Job(**{**vars(job), "storage": storage})
-            )
+            trainer, module, data = make_trainer(world_size, replace(job, storage=storage))
             try:
                 trainer.fit(module, data, ckpt_path="last")
                 said.append(type(module.restored).__name__)
@@ -426,7 +421,7 @@ def test_objects_need_trust_and_checkpoints_of_weights_alone_are_not_the_last(bu
     run(2, job, hparam=Width(), steps=2)
     run(1, job, callback={"filename": "light-{step}", "save_weights_only": True}, steps=2)
     assert names(bucket) == ["step=2.ckpt", "light-step=2.ckpt"]
-    (refused, loaded), _ = run_ranks(2, load_untrusted, Job(**{**vars(job), "ckpt_path": "last"}))
+    (refused, loaded), _ = run_ranks(2, load_untrusted, replace(job, ckpt_path="last"))
     assert "trust_pickle=True" in refused
     assert loaded == "tuple"
 
@@ -498,12 +493,10 @@ def work_by_fabric(rank: int, world_size: int, job: Job) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["model-parallel", "fsdp"])
 def test_fabric_goes_on_with_1_and_with_3_ranks(bucket, job, kind):
-    job = Job(**{**vars(job), "kind": kind})
+    job = replace(job, kind=kind)
     for world_size, steps in ((2, 2), (1, 4), (3, 6)):
         before = bucket.at(f"{steps - 2}.ckpt") if steps > 2 else None
-        for found in run_ranks(
-            world_size, work_by_fabric, Job(**{**vars(job), "ckpt_path": before})
-        ):
+        for found in run_ranks(world_size, work_by_fabric, replace(job, ckpt_path=before)):
             assert found["step"] == found["scheduled"] == steps
             assert found["remainder"] == ({"note": {1: "one"}} if before else {})
             assert found["same"]
@@ -546,7 +539,7 @@ def keep_local(rank: int, world_size: int, job: Job) -> list[str]:
     with as_rank(rank, world_size, job):
         trainer, module, data = make_trainer(world_size, job)
         trainer.fit(module, data, ckpt_path=None)
-        trainer, module, data = make_trainer(world_size, Job(**{**vars(job), "steps": 6}))
+        trainer, module, data = make_trainer(world_size, replace(job, steps=6))
         trainer.fit(module, data, ckpt_path="last")
         return [str(trainer.ckpt_path), *sorted(path.name for path in Path(job.url).iterdir())]
 
@@ -558,7 +551,7 @@ def test_local_paths_stay_lightnings_and_have_the_same_keys(bucket, job, tmp_pat
 
     run_folder = tmp_path_factory.mktemp("run")
     local = {"url": str(run_folder), "kind": kind, "callback": {"save_last": True}}
-    (resumed, *found), _ = run_ranks(2, keep_local, Job(**{**vars(job), **local}))
+    (resumed, *found), _ = run_ranks(2, keep_local, replace(job, **local))
     assert resumed == str(run_folder / "last.ckpt")
     assert found == ["last.ckpt", "step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
     consolidated = _load_distributed_checkpoint(run_folder / "step=2.ckpt")
@@ -576,19 +569,10 @@ def test_local_paths_stay_lightnings_and_have_the_same_keys(bucket, job, tmp_pat
 
 def test_the_example_trains_and_goes_on_with_another_number_of_ranks(bucket, tmp_path):
     for ranks, steps, before in ((2, 10, "nothing"), (1, 15, "s3://")):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        done = subprocess.run(
-            [*torchrun, f"--nproc-per-node={ranks}", str(EXAMPLE), bucket.url, str(steps)],
-            env={**os.environ, **environment(bucket.storage_options), "PYTHONPATH": str(ROOT)},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert f"resumed from {before}" in done.stdout
-        assert f"trained to step {steps}" in done.stdout
+        words = ranks, bucket.url, str(steps)
+        printed = run_example(EXAMPLE, *words, bucket=bucket, cwd=tmp_path)
+        assert f"resumed from {before}" in printed
+        assert f"trained to step {steps}" in printed
     assert "epoch=0-step=10.ckpt" in names(bucket)  # from which the job resumed
     assert list(tmp_path.iterdir()) == []
     assert_only_commits(bucket)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from dcp_objstore.run.steps import step_numbers
 from dcp_objstore.run.sweep import sweep_below
 from dcp_objstore.stores import StoreSpec
 from tests.support.checkpoints import Options
-from tests.support.command_line import environment
+from tests.support.programs import run_example
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
 
@@ -335,17 +334,10 @@ assert filesystem.listdir(sys.argv[1]) == ["step-2"]
 
 
 def test_the_example_goes_on_with_another_number_of_ranks(bucket):
-    env = {**os.environ, **environment(bucket.storage_options), "PYTHONPATH": str(ROOT)}
     for ranks, steps, start in ((2, 30, 0), (1, 50, 30)):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        done = subprocess.run(
-            [*torchrun, f"--nproc-per-node={ranks}", str(EXAMPLE), bucket.url, str(steps)],
-            env=env,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert f"after step {start}, trained to step {steps}" in done.stdout, done.stderr
+        words = ranks, bucket.url, str(steps)
+        printed = run_example(EXAMPLE, *words, bucket=bucket, cwd=Path.cwd())
+        assert f"after step {start}, trained to step {steps}" in printed
 
 
 def test_the_page_shows_what_the_example_does():

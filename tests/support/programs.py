@@ -13,6 +13,7 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 from tests.support.ranks import start_workers
+from tests.support.servers import Bucket
 
 
 def run_in_processes(words: list[str], cwd: Path, env: dict[str, str], succeeds: bool) -> str:
@@ -22,11 +23,22 @@ def run_in_processes(words: list[str], cwd: Path, env: dict[str, str], succeeds:
         env={**os.environ, **env},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
         check=False,
     )
     assert (done.returncode == 0) == succeeds, done.stderr
     return done.stdout
+
+
+def run_example(example: Path, ranks: int, *arguments: str, bucket: Bucket, cwd: Path) -> str:
+    """Start an example by `torchrun` on this machine, as its page does; what it printed."""
+    from tests.support.command_line import environment  # which the forks below do not need
+
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words = [*torchrun, f"--nproc-per-node={ranks}", str(example), *arguments]
+    path = f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}"
+    env = {**environment(bucket.storage_options), "PYTHONPATH": path}
+    return run_in_processes(words, cwd, env, succeeds=True)
 
 
 def run_in_forks(words: list[str], cwd: Path, env: dict[str, str], succeeds: bool) -> str:
