@@ -461,15 +461,18 @@ def _torchao_cases() -> list[Case]:
 
 def _distributed_cases() -> list[Case]:
     """Optimizers for ranks, over others; only for rows of two ranks."""
-    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
     def zero(groups: Groups, _model: nn.Module) -> Any:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
         (group,) = groups
         adam = torch.optim.AdamW
         return ZeroRedundancyOptimizer(group["params"], adam, lr=group["lr"])
 
     def post_local(groups: Groups, _model: nn.Module) -> Any:
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
         averager = PeriodicModelAverager(period=2, warmup_steps=1)
         return PostLocalSGDOptimizer(torch.optim.SGD(groups, momentum=0.9), averager)
 

@@ -187,12 +187,12 @@ def _full(value: Any) -> Any:
 LAYOUTS = ("ddp", "fsdp2", "stages", "uneven", "experts")
 
 
-def rows_of(case: Case, layouts: str) -> Iterator[Row]:
+def rows_of(case: Case, layouts: str, *, warm: tuple[int, ...] = (0, 2)) -> Iterator[Row]:
     """The rows of an optimizer on two ranks, and in one process that resumes what they saved."""
     for layout in LAYOUTS:
         if layouts not in layout:
             continue
-        for steps in (0, 2):
+        for steps in warm:
             with tempfile.TemporaryDirectory() as folder:
                 yield from _rows(case, layout, steps, f"file://{folder}/c")
 
