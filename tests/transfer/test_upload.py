@@ -303,63 +303,45 @@ def test_an_upload_that_waits_for_its_turn_can_be_stopped(places):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "begun", "ended"),
+    ("sizes", "cut", "ended"),
     [
-        ([10, 10, 10], [0, 1, 2], [[0], [1], [2]]),
-        ([4, 6, 10], [0, 1], [[], [0], [1]]),
-        ([15, 5], [0, 1], [[0], [], [1]]),
-        ([11, 9], [0, 1], [[0], [], [1]]),
-        ([35], [0, 1, 2], [[0], [1], [2], [3]]),
-        ([0, 10, 0, 9], [0], [[], [0], [], [1]]),
+        ([10, 10, 10], [10, 10, 10], [[0], [1], [2]]),
+        ([4, 6, 10], [4, 6, 10], [[], [0], [1]]),
+        ([15, 5], [10, 5, 5], [[0], [], [1]]),
+        ([11, 9], [10, 1, 9], [[0], [], [1]]),
+        ([35], [10, 10, 10, 5], [[0], [1], [2], [3]]),
+        ([8, 30, 1], [8, 2, 10, 10, 8, 1], [[], [0], [1], [2], [], [3]]),
+        ([0, 10, 0, 9], [0, 10, 0, 9], [[], [0], [], [1]]),
     ],
 )
-def test_a_part_ends_when_all_of_its_buffers_are_dropped_and_no_other_does(
-    sizes, begun, ended, places
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_buffer_is_cut_where_a_part_ends_which_ends_when_all_of_its_buffers_are_dropped(
+    sizes, cut, ended, at_once, places
 ):
     """A part that ended too early would let more requests begin than the window allows."""
+    body, full, rest = bytearray(), *divmod(sum(sizes), PART)
 
     def play(buffers: Iterator[np.ndarray]) -> None:
-        held = list(buffers)
-        assert places.begun == begun
-        for parts in ended:
+        held = []
+        for size in cut:
+            held.append(next(buffers))
+            assert held[-1].nbytes == size
+            body.extend(held[-1].tobytes())
+            if at_once:
+                held.clear()
+        assert next(buffers, None) is None
+        assert places.begun == [*range(full)]
+        for parts in ended if held else ():
             places.ended.clear()
             del held[0]
             assert places.ended == parts
 
-    _, progress = heard_parts(play, [np.zeros(size, np.uint8) for size in sizes])
-    assert progress.moved_bytes == sum(sizes)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "cut", "parts"),
-    [
-        ([10, 10], [10, 10], [10, 10]),
-        ([4, 6, 3], [4, 6, 3], [10, 3]),
-        ([15, 5], [10, 5, 5], [10, 10]),
-        ([8, 30, 1], [8, 2, 10, 10, 8, 1], [10, 10, 10, 9]),
-        ([0, 4, 0, 6, 0], [0, 4, 0, 6, 0], [10]),
-        ([], [], []),
-    ],
-)
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_buffer_is_cut_where_a_part_ends_and_every_part_is_reported(sizes, cut, parts, at_once):
-    held: list[np.ndarray] = []
-    sent, body = [], bytearray()
-
-    def play(buffers: Iterator[np.ndarray]) -> None:
-        for buffer in buffers:
-            sent.append(buffer.nbytes)
-            body.extend(buffer.tobytes())
-            if not at_once:
-                held.append(buffer)
-            del buffer
-
     pieces = [np.full(size, number, np.uint8) for number, size in enumerate(sizes)]
-    heard, _ = heard_parts(play, pieces)
-    assert sent == cut
+    heard, progress = heard_parts(play, pieces)
     assert body == b"".join(piece.tobytes() for piece in pieces)
     told = [(one.part, one.size_bytes) for one in of(PartUploaded, heard)]
-    assert told == [*enumerate(parts)]
+    assert told == [*enumerate([PART] * full + [rest] * bool(rest))]
+    assert progress.moved_bytes == sum(sizes)
 
 
 def test_a_part_under_way_has_the_lowest_number_that_is_free():
