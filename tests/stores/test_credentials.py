@@ -17,6 +17,7 @@ import dcp_objstore as dos
 from dcp_objstore.errors import ConfigError, CredentialsError
 from dcp_objstore.stores import StoreSpec, open_store
 from dcp_objstore.stores.credentials import Credentials
+from dcp_objstore.stores.diagnosis import shortened
 from dcp_objstore.stores.gcs.credentials import find_gcs_credentials
 from dcp_objstore.stores.gcs.options import GcsOptions
 from dcp_objstore.stores.obstore.clients import Clients
@@ -445,6 +446,20 @@ def test_of_requests_that_are_refused_together_one_renews_what_all_of_them_use()
     assert renewed == [1]
     assert uses[1] is not first
     assert clients.lane is not lane
+
+
+@pytest.mark.parametrize(
+    ("key", "shown"),
+    [
+        ("AKIA0123456789AB", "AKIA…89AB"),
+        ("AKIA0123456789A", "AKIA…"),
+        ("abc", "abc…"),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_of_an_access_key_only_its_ends_are_shown_and_of_a_short_one_its_beginning(key, shown):
+    assert shortened(key) == shown
 
 
 def test_a_credential_process_that_fails_is_an_error_about_credentials(monkeypatch, tmp_path):
