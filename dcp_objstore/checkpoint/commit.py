@@ -92,7 +92,7 @@ from dcp_objstore.transfer import workers
 
 @dataclass(frozen=True)
 class BeginToken:
-    """The state of `_COMMIT` when the save began. Picklable.
+    """The state of `_COMMIT` when the save began.
 
     Attributes:
         marker: the marker: a tombstone or, with overwrite, a committed one. None if there is no

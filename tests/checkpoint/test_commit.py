@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import pickle
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -261,12 +260,6 @@ def test_what_is_committed_while_a_save_finishes_a_deletion_is_not_replaced_unas
     with pytest.raises(CheckpointExistsError):
         commits.take_begin_token(store, overwrite=False)
     assert open_committed(store)[0].commit_id == others[0].commit_id
-
-
-def test_begin_token_travels_between_processes(store):
-    save(store)
-    token = commits.take_begin_token(store, overwrite=True)
-    assert pickle.loads(pickle.dumps(token)) == token
 
 
 # --- what others do to a save
