@@ -152,7 +152,7 @@ def test_a_checkpoint_of_stock_torch_is_read_once_and_compared(
 
 
 @pytest.mark.filterwarnings("ignore:.*trust_pickle")
-def test_a_value_that_is_not_trusted_differs_by_its_digest_alone(tmp_path, saved):
+def test_a_value_that_is_not_trusted_differs_by_its_digest_alone(tmp_path, saved, monkeypatch):
     one, two = (saved(str(n), {"a": n, "opaque": Opaque(n)}) for n in (1, 2))
     known, unknown = dos.diff(one, two).values
     assert (known.key, known.value, known.other_value) == ("a", 1, 2)
@@ -164,6 +164,15 @@ def test_a_value_that_is_not_trusted_differs_by_its_digest_alone(tmp_path, saved
     assert dos.diff(one, (tmp_path / "stock").as_uri(), trust_pickle=True).same
     (_, value) = dos.diff(two, (tmp_path / "stock").as_uri(), trust_pickle=True).values
     assert value.is_known
+
+    def closed(*_: object) -> None:
+        raise TypeError("it does not say what is in it")
+
+    monkeypatch.setattr(Opaque, "__reduce_ex__", closed)
+    with pytest.raises(UnsupportedError, match="TypeError") as caught:
+        dos.diff(two, (tmp_path / "stock").as_uri(), trust_pickle=True)
+    assert caught.value.key == "opaque"
+    assert type(caught.value.__cause__) is TypeError
 
 
 # No two of them are the same, although `==` says so of many.
