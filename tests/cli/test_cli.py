@@ -303,6 +303,7 @@ def test_ls_goes_on_after_a_damaged_step_and_says_so(tmp_path):
     assert "step-2" in done.stderr
     entries = [json.loads(line) for line in run_here("ls", url, "--json").stdout.splitlines()]
     assert [entry["state"] for entry in entries][1:3] == ["damaged", "unsupported"]
+    assert "error" not in entries[0]
     assert "marker is damaged" in entries[1]["error"]
 
 

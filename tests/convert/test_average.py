@@ -244,6 +244,44 @@ def test_it_says_what_it_is_made_of(run: list[str], bucket: Bucket) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("keys", "averaged"),
+    [("a.*", {"a.v", "a.w"}), (["a.w", "b"], {"a.w", "b"}), (None, {"a.v", "a.w", "b"})],
+)
+def test_it_has_the_tensors_of_the_keys(keys: Any, averaged: set[str]) -> None:
+    urls = [memory_url(), memory_url()]
+    for url in urls:
+        tensors = {"a": {"v": torch.ones(2), "w": torch.ones(2)}, "b": torch.ones(2)}
+        dos.save(tensors, url, progress=False)
+    opened = dos.open(dos.average(urls, memory_url(), keys=keys, progress=False).url)
+    assert opened.keys() == averaged
+    wanted = [keys] if isinstance(keys, str) else keys
+    assert opened.user_metadata["average"]["keys"] == wanted
+
+
+def test_what_it_is_called_with_reaches_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {
+        "overwrite": True,
+        "storage_options": {},
+        "config": SMALL,
+        "progress": False,
+        "on_event": print,
+        "trace": "trace.json",
+        "allow_unfenced": True,
+        "claim": None,
+    }
+    passed: dict[str, Any] = {}
+
+    def record(_: str, **settings: Any) -> None:
+        passed.update(settings)
+        raise ConfigError("recorded")
+
+    monkeypatch.setattr(average, "ObjectStoreWriter", record)
+    with pytest.raises(ConfigError, match="recorded"):
+        dos.average(["memory://a/1", "memory://a/2"], "memory://a/3", **given)
+    assert passed == given
+
+
 def shares_of(weights: Any, count: int) -> list[float]:
     """Return the weights that an average of so many checkpoints says that it has."""
     urls = [memory_url() for _ in range(count)]

@@ -156,6 +156,62 @@ def test_of_an_index_and_one_file_that_are_both_put_one_counts(
     assert len(names_in(out)) == {EACH: 4, ONE: 1}[others]
 
 
+def before_request(
+    through: Through, out: str, verb: str, key: str, number: int, call: Callable[[], object]
+) -> None:
+    """Call something before the request of this number, from 1, of a verb for a key there."""
+    numbers = itertools.count(1)
+
+    class Called(WatchedStore):
+        @contextmanager
+        def _around(self, request: Request) -> Iterator[None]:
+            asked = (self.url, request.verb, request.key)
+            if asked == (out, verb, key) and next(numbers) == number:
+                call()
+            yield
+
+    through(Called)
+
+
+def test_an_export_that_ended_between_two_looks_of_another_is_not_written_over(
+    mine, other, through
+):
+    """The first look decides on the names of shards, the second on what is replaced."""
+    out = memory_url()
+    # Of mine: the other makes such requests itself, then.
+    before_request(through, out, "list", "", 2, lambda: to(other, out))
+    with pytest.raises(LostRaceError):
+        to(mine, out, overwrite=True)
+    assert (numbers_in(out), names_in(out)) == ({2.0}, {*SHARDS, INDEX})
+
+
+@pytest.mark.parametrize("name", ["", "m.pt"])
+def test_a_large_file_of_an_export_that_ended_before_it_was_begun_stays(mine, other, through, name):
+    """In parts it is put without a condition."""
+    out, config = memory_url(), dos.TransferConfig(part_size_bytes=5 * MIB)
+    large, key = memory_url(), name or "model.safetensors"
+    dos.save({"w": torch.ones(6 * MIB, dtype=torch.uint8)}, large, progress=False)
+    target = f"{out}/{name}" if name else out
+    before_request(
+        through, out, "put", f"{key}.claim", 1, lambda: to(other, target, ONE, overwrite=True)
+    )
+    with pytest.raises(LostRaceError, match="another export"):
+        to(large, target, 10**9, config=config)
+    assert names_in(out) == {key}
+    assert open_store(out).head(key).size_bytes < MIB
+
+
+def test_one_file_that_another_has_put_beside_the_index_goes_while_the_shards_are_there(
+    mine, other, monkeypatch
+):
+    out, one = memory_url(), memory_url()
+    to(other, one, ONE)
+    body, _ = open_store(one).get("model.safetensors", max_size_bytes=MIB)
+    at_file(monkeypatch, 4, lambda: open_store(out).put("model.safetensors", body))
+    to(mine, out)
+    assert (names_in(out), numbers_in(out)) == ({*SHARDS, INDEX}, {1.0})
+
+
 def test_a_claim_that_a_killed_export_has_left_needs_overwrite_and_goes(mine, tmp_path):
     for out, last in ((memory_url(), "model.safetensors"), ((tmp_path / "x").as_uri(), "m.pt")):
         store = open_store(out)
