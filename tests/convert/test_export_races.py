@@ -223,20 +223,70 @@ def test_a_claim_that_a_killed_export_has_left_needs_overwrite_and_goes(mine, tm
         assert names_in(out) == {last}
 
 
+@pytest.mark.backends("seaweed")
 @pytest.mark.parametrize("kept", [b"another's", b"mine"])
-def test_a_small_file_of_the_export_that_has_won_stays(mine, other, tmp_path, monkeypatch, kept):
-    """Also if it has the same bytes: a store may give both one ETag."""
-    out = memory_url()
-    for name, body in (("mine", b"mine"), ("other", kept)):
-        (tmp_path / f"of-{name}").mkdir()
-        (tmp_path / f"of-{name}" / "config.json").write_bytes(body)
+def test_a_small_file_of_the_export_that_has_won_stays(
+    mine, other, bucket, tmp_path, monkeypatch, kept
+):
+    """Also if it has the same bytes, and so the same ETag."""
+    out, settings = bucket.at("hf"), {"out_storage_options": bucket.storage_options}
     files = {name: tmp_path / f"of-{name}" / "config.json" for name in ("mine", "other")}
-    # When mine has put its own, and is about to put its index.
-    at_file(monkeypatch, 5, lambda: to(other, out, overwrite=True, copied_files=files["other"]))
+    for name, body in (("mine", b"mine"), ("other", kept)):
+        files[name].parent.mkdir()
+        files[name].write_bytes(body)
+
+    def end() -> None:
+        to(other, out, overwrite=True, copied_files=files["other"], **settings)
+
+    at_file(monkeypatch, 5, end)  # mine has put its own, and is about to put its index
     with pytest.raises(LostRaceError):
-        to(mine, out, copied_files=files["mine"])
-    assert numbers_in(out) == {2.0}
-    assert open_store(out).get("config.json", max_size_bytes=99)[0] == kept
+        to(mine, out, copied_files=files["mine"], **settings)
+    assert len(bucket.keys("hf")) == 5
+    assert bucket.get("hf/config.json") == kept
+
+
+@pytest.mark.parametrize(("most", "number"), [(EACH, 5), (ONE, 2)])
+def test_an_overwrite_that_lost_puts_small_files_back_but_no_earlier_weights(
+    mine, other, tmp_path, monkeypatch, most, number
+):
+    """What it has replaced may be of the export that has won."""
+    out, config = memory_url(), tmp_path / "config.json"
+    config.write_bytes(b"theirs")
+    to(other, out, ONE, copied_files=config)
+    config.write_bytes(b"mine")
+    at_file(monkeypatch, number, lambda: open_store(out).put(INDEX, b"of another"))
+    with pytest.raises(LostRaceError):
+        to(mine, out, most, overwrite=True, copied_files=config)
+    assert open_store(out).get("config.json", max_size_bytes=99)[0] == b"theirs"
+    assert open_store(out).get(INDEX, max_size_bytes=99)[0] == b"of another"
+    assert ("model.safetensors" in names_in(out)) == (most == EACH)
+
+
+def test_a_small_file_that_may_be_of_another_export_stays(mine, tmp_path, monkeypatch):
+    """Its PUT was refused, and the same bytes are there: perhaps by an earlier try of the PUT."""
+    out, config = memory_url(), tmp_path / "config.json"
+    config.write_bytes(b"same")
+
+    def upload(store: Any, name: str, *args: Any, **settings: Any) -> Any:
+        if name == INDEX:
+            interrupt()
+        if name == "config.json":
+            open_store(out).put(name, b"same")
+        return UPLOAD(store, name, *args, **settings)
+
+    monkeypatch.setattr(export, "upload_object", upload)
+    with pytest.raises(KeyboardInterrupt):
+        to(mine, out, copied_files=config)
+    assert names_in(out) == {"config.json"}
+
+
+def test_of_two_that_begin_in_the_same_instant_one_claims_the_place(mine, through):
+    out, claim = memory_url(), "model.safetensors.claim"
+    before_request(through, out, "put", claim, 1, lambda: open_store(out).put(claim, b"theirs"))
+    with pytest.raises(LostRaceError):
+        to(mine, out)
+    assert names_in(out) == {claim}
+    assert open_store(out).get(claim, max_size_bytes=99)[0] == b"theirs"
 
 
 class Turns:
