@@ -133,11 +133,12 @@ def test_a_folder_that_is_read_only_is_read(node, monkeypatch, caplog):
     def refuse(*_: object, **__: object) -> None:
         raise OSError(30, "Read-only file system")
 
-    for owner, name in ((Path, "touch"), (os, "utime"), (Path, "mkdir"), (Path, "write_text")):
-        monkeypatch.setattr(owner, name, refuse)
-    restart()
-    assert node.load(1).fetched_bytes == 0
-    node.save(2)
+    with monkeypatch.context() as patched:
+        for owner, name in ((Path, "touch"), (os, "utime"), (Path, "mkdir"), (Path, "write_text")):
+            patched.setattr(owner, name, refuse)
+        restart()
+        assert node.load(1).fetched_bytes == 0
+        node.save(2)
     assert sum("Read-only" in line for line in caplog.messages) == 1
     assert node.load(2).local_bytes == 0
 
