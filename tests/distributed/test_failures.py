@@ -12,6 +12,7 @@ from traceback import StackSummary
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.torch_version import TorchVersion
@@ -66,6 +67,20 @@ def test_an_error_gets_the_url_of_the_call_unless_it_has_one(known):
     with pytest.raises(type(own)) as of_dcp, typed_failures("s3://bucket/step", None):
         raise CheckpointException("", {0: (own, StackSummary())})
     assert alone.value.url == of_dcp.value.url == (known or "s3://bucket/step")
+
+
+def failed_on_the_second(rank: int, world: int) -> tuple[str, str]:
+    held = dos.errors.StoreUnavailableError("down") if rank else None
+    with pytest.raises(dos.errors.StoreUnavailableError) as caught:
+        raise_on_all(held, "s3://bucket/step", dist.group.WORLD)
+    return str(caught.value), str(held)
+
+
+def test_an_error_is_raised_with_its_rank_on_all_and_stays_as_its_holder_has_it():
+    (first, _), (second, held) = run_ranks(2, failed_on_the_second)
+    assert first == second
+    assert "rank 1" in first and "s3://bucket/step" in first
+    assert held == "down"
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,13 @@ def test_hosts_whose_clocks_differ_do_not_change_which_step_is_the_newest(
 def test_of_checkpoints_of_one_second_by_the_stores_clock_the_host_tells_the_newest(
     run, monkeypatch
 ):
-    save(run, "z", "a")
+    """Of two that nothing tells apart, each may be the newest."""
     really, then = upkeep.list_by_prefix, datetime.now(UTC)
+
+    class Stopped(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+            return then
 
     def in_one_second(store: ObjectStore) -> dict[str, dict[str, ObjectMeta]]:
         return {
@@ -110,8 +115,12 @@ def test_of_checkpoints_of_one_second_by_the_stores_clock_the_host_tells_the_new
             for name, objects in really(store).items()
         }
 
+    save(run, "z", "a")
+    monkeypatch.setattr(commits, "datetime", Stopped)
+    save(f"{run}-2", "z", "a")
     monkeypatch.setattr(upkeep, "list_by_prefix", in_one_second)
     assert [refuses(f"{run}/{name}") for name in ("z", "a")] == [False, True]
+    assert [refuses(f"{run}-2/{name}") for name in ("z", "a")] == [True, True]
 
 
 @pytest.mark.parametrize("names", [("step-1", "step-2", "step-3"), ("old", "new", "newest")])
