@@ -312,26 +312,27 @@ def test_an_upload_that_waits_for_its_turn_can_be_stopped(places):
         ([35], [10, 10, 10, 5], [[0], [1], [2], [3]]),
         ([8, 30, 1], [8, 2, 10, 10, 8, 1], [[], [0], [1], [2], [], [3]]),
         ([0, 10, 0, 9], [0, 10, 0, 9], [[], [0], [], [1]]),
+        ([10, 4, 0, 6, 0], [10, 4, 0, 6, 0], [[0], [], [], [1], []]),
     ],
 )
-@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("dropped", ["at once", "in turn", "after the upload"])
 def test_a_buffer_is_cut_where_a_part_ends_which_ends_when_all_of_its_buffers_are_dropped(
-    sizes, cut, ended, at_once, places
+    sizes, cut, ended, dropped, places
 ):
     """A part that ended too early would let more requests begin than the window allows."""
     body, full, rest = bytearray(), *divmod(sum(sizes), PART)
+    held: list[np.ndarray] = []
 
     def play(buffers: Iterator[np.ndarray]) -> None:
-        held = []
         for size in cut:
             held.append(next(buffers))
             assert held[-1].nbytes == size
             body.extend(held[-1].tobytes())
-            if at_once:
+            if dropped == "at once":
                 held.clear()
         assert next(buffers, None) is None
         assert places.begun == [*range(full)]
-        for parts in ended if held else ():
+        for parts in ended if dropped == "in turn" else ():
             places.ended.clear()
             del held[0]
             assert places.ended == parts
