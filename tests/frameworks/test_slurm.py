@@ -221,9 +221,10 @@ def test_a_requeued_job_reads_the_scratch_of_its_nodes_and_nothing_else(bucket, 
         slurm.call("scontrol", "requeue", job.id)
         last = job.last_step()
         assert job.wait_for_start(1) == last
-        fetched = re.findall(rf"fetched (\d+) of (\d+) bytes of step {last}\n", job.output)
-        assert [bytes_fetched for bytes_fetched, _ in fetched] == ["0"] * 4
-        assert all(int(total) > 0 for _, total in fetched)
+        said = re.compile(rf"fetched (\d+) of (\d+) bytes of step {last}\n")
+        job.wait_until(lambda: len(said.findall(job.output)) == 4, "what each rank has fetched")
+        for bytes_fetched, total in said.findall(job.output):
+            assert (int(bytes_fetched), int(total) > 0) == (0, True)
         job.cancel()
     job.assert_whole()
 
