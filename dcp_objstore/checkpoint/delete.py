@@ -35,7 +35,9 @@ from dcp_objstore.errors import (
     CheckpointPinnedError,
     LostRaceError,
     UnsupportedError,
+    printable,
 )
+from dcp_objstore.observe.report import counted, size_text
 from dcp_objstore.stores.protocol import ObjectStore
 from dcp_objstore.stores.retries import Tries
 from dcp_objstore.transfer.workers import in_waves
@@ -67,6 +69,26 @@ class DeleteReport:
     superseded: bool
     index_damaged: bool
     dry_run: bool
+
+    def __str__(self) -> str:
+        """Return what was deleted, how much of it, and what stays, on a few lines."""
+        size = f"{counted(self.objects, 'data object')}, {size_text(self.total_bytes)}"
+        text = f"{'would delete' if self.dry_run else 'deleted'} {printable(self.url)} ({size})"
+        if self.finished:
+            text += "\n  its deletion had begun before; this finishes it"
+        if self.index_damaged:
+            text += "\n  its index is damaged: only a sweep can remove its objects, after a day"
+        elif not self.removed_objects:
+            text += "\n  its objects stay for jobs that are reading it: the same call removes them"
+            text += " after the grace period, or a sweep after 24 h"
+        elif self.dry_run:
+            text += "\n  and remove its objects; a job that is reading it gets an error"
+        else:
+            removed = counted(self.removed_objects, "object")
+            text += f"\n  removed {removed}, the index among them"
+        if self.superseded:
+            text += "\n  a new save has been committed here since; it is untouched"
+        return text
 
 
 def delete(

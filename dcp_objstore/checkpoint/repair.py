@@ -9,6 +9,7 @@ from dcp_objstore.checkpoint.commit import finish_deleting, rewrite_marker
 from dcp_objstore.checkpoint.probe import can_rewrite
 from dcp_objstore.checkpoint.publish import Change, DotMetadata, align_dot_metadata
 from dcp_objstore.checkpoint.read import not_committed, read_marker
+from dcp_objstore.errors import printable
 from dcp_objstore.stores.protocol import ObjectStore
 
 
@@ -32,6 +33,16 @@ class RepairReport:
     finished_delete: bool
     dot_metadata: Change | None
     dry_run: bool
+
+    def __str__(self) -> str:
+        """Return what was repaired, on one line."""
+        would = "would be " if self.dry_run else ""
+        done = []
+        if self.finished_delete:
+            done.append(f"its deletion, begun before, {would or 'was '}finished")
+        if self.dot_metadata is not None:
+            done.append(f".metadata {would or 'was '}{self.dot_metadata}")
+        return f"{printable(self.url)} ({self.state}): {'; '.join(done) or 'nothing to repair'}"
 
 
 def repair(

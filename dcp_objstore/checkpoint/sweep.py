@@ -60,7 +60,8 @@ from dcp_objstore.checkpoint.names import (
 )
 from dcp_objstore.checkpoint.publish import Aligned, Change, DotMetadata, align_dot_metadata
 from dcp_objstore.checkpoint.read import Stored, named_keys, read_marker
-from dcp_objstore.errors import ConfigError
+from dcp_objstore.errors import ConfigError, printable
+from dcp_objstore.observe.report import counted, size_text
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, UnfinishedUpload, Uploads
 from dcp_objstore.stores.retries import Tries
 
@@ -116,6 +117,31 @@ class CheckpointSweep:
     superseded: bool = False
     fenced: bool = False
     dry_run: bool = False
+
+    def __str__(self) -> str:
+        """Return what was done here, on one line."""
+        would = "would be " if self.dry_run else ""
+        parts = []
+        if self.deleted:
+            size = size_text(self.deleted_bytes)
+            parts.append(f"{counted(self.deleted, 'object')}, {size}, {would}removed")
+        if self.uploads_aborted:
+            uploads, size = self.uploads_aborted, size_text(self.uploads_bytes)
+            parts.append(f"{counted(uploads, 'unfinished upload')}, {size}, {would}removed")
+        if self.finished_delete:
+            parts.append(f"a deletion begun before {would}finished; its objects later")
+        if self.superseded:
+            parts.append(f"a step that a superseded job saved {would}deleted; its objects later")
+        if self.dot_metadata is not None:
+            parts.append(f".metadata {would}{self.dot_metadata}")
+            if self.fenced:
+                parts[-1] += "; objects later"
+        if self.outcome in ("waiting", "foreign", "lost", "damaged"):
+            label = {"waiting": "not yet", "damaged": "cannot be read"}.get(
+                self.outcome, "left alone"
+            )
+            parts.append(f"{label}: {self.reason}")
+        return printable(f"{self.url}: {'; '.join(parts) or 'nothing to remove'}")
 
 
 def sweep(

@@ -15,7 +15,6 @@ import typer
 import dcp_objstore as dos
 from dcp_objstore.cli.options import Checkpoint, Json, Keys, TrustPickle, chosen
 from dcp_objstore.cli.terminal import columns, print_json, say
-from dcp_objstore.observe.report import counted, size_text
 
 _DIFFERENT_STATUS = 1
 _WORD_WIDTH = len("reshaped") + 2
@@ -62,17 +61,15 @@ def print_diff(
 
 
 def _print(report: dos.reports.DiffReport) -> None:
-    say(f"from  {report.url}")
-    say(f"to    {report.other_url}")
-    lines = list(_lines(report))
-    for word, key, text in lines:
+    one, other, *_, total = str(report).splitlines()
+    say(one, other)
+    for word, key, text in _lines(report):
         line = f"{word.ljust(_WORD_WIDTH)}{key}"
         if text and len(line) + 2 + len(text) > columns():
             say(line, f"{' ' * _WORD_WIDTH}  {text}")
         else:
             say(f"{line}  {text}".rstrip())
-    read = f"{size_text(report.read_bytes)} read" if report.read_bytes else "no tensor read"
-    say(f"{counted(len(lines), 'difference')}, {report.equal} equal ({read})")
+    say(total)
 
 
 def _lines(report: dos.reports.DiffReport) -> Iterator[tuple[str, str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from itertools import chain
 from typing import Annotated
 
 import typer
@@ -12,9 +13,7 @@ import dcp_objstore as dos
 from dcp_objstore.cli.exits import DAMAGED_STATUS, fail
 from dcp_objstore.cli.options import JsonLines, chosen
 from dcp_objstore.cli.terminal import coloured, columns, json_text, say, wrapped
-from dcp_objstore.observe.report import counted, size_text
-
-_SHOWN = 20  # damages to print of one checkpoint
+from dcp_objstore.observe.report import counted
 
 
 def verify(
@@ -67,30 +66,17 @@ def verify(
         else:
             _print(report)
     if run and not as_json:
-        say(f"the newest {_whole(quick)} step: {whole or 'none'}")
+        say(f"the newest {'complete' if quick else 'whole'} step: {whole or 'none'}")
     if damaged and run:
         fail(f"{counted(len(damaged), 'step')} damaged: {damaged[0]}", DAMAGED_STATUS)
     if damaged:
         fail(f"{damaged[0]} is damaged", DAMAGED_STATUS)
 
 
-def _whole(quick: bool) -> str:
-    return "complete" if quick else "whole"  # damage inside an object is not looked for
-
-
 def _print(report: dos.reports.VerifyReport) -> None:
-    objects, blocks = counted(report.objects, "object"), counted(report.blocks, "block")
-    word, colour = (_whole(report.quick), "green") if report.ok else ("DAMAGED", "red")
-    say(f": {report.url}", lead=coloured(word, colour))
-    if report.quick:
-        say(f"  {objects} looked at, nothing read")
-    else:
-        say(f"  {objects}, {blocks}, {size_text(report.total_bytes)} read")
+    word, _, text = str(report).partition(":")
     width = max(columns(), 60)
-    for damage in report.damaged[:_SHOWN]:
-        # Keys are copied from here, so no word is broken.
-        lines = wrapped(damage.text, width - 2, "  ", break_words=False)
-        say(*(f"  {line}" for line in lines))
-    if len(report.damaged) > _SHOWN:
-        say(f"  and {len(report.damaged) - _SHOWN} more; --json prints all")
+    # Keys are copied from here, so no word is broken.
+    lines = [wrapped(line, width, "    ", break_words=False) for line in text.splitlines()]
+    say(*chain(*lines), lead=coloured(word + ":", "green" if report.ok else "red"))
     print(end="", flush=True)

@@ -11,11 +11,12 @@ import numpy as np
 
 from dcp_objstore.checkpoint.index import Index
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import UnsupportedError, UntrustedPickleError
+from dcp_objstore.errors import UnsupportedError, UntrustedPickleError, printable
 from dcp_objstore.inspect.checkpoint import Checkpoint, TensorEntry, open as open_checkpoint
 from dcp_objstore.inspect.selection import Patterns, matching
 from dcp_objstore.inspect.slabs import Slab, read_ahead
 from dcp_objstore.observe.bar import Bar
+from dcp_objstore.observe.report import counted, first_few, size_text
 from dcp_objstore.stores.spec import options_of_other
 
 
@@ -83,6 +84,18 @@ class DiffReport:
     values: tuple[ValueDifference, ...]
     equal: int
     read_bytes: int
+
+    def __str__(self) -> str:
+        """Return what differs, and how much of it, on a few lines."""
+        lines = [f"from  {self.url}", f"to    {self.other_url}"]
+        tensors = [tensor.key for tensor in self.tensors]
+        kinds = {"removed": self.removed, "added": self.added, "tensors": tensors}
+        kinds["values"] = [value.key for value in self.values]
+        lines += [f"{what}: {first_few(keys, 3)}" for what, keys in kinds.items() if keys]
+        differences = counted(sum(map(len, kinds.values())), "difference")
+        read = f"{size_text(self.read_bytes)} read" if self.read_bytes else "no tensor read"
+        lines.append(f"{differences}, {self.equal} equal ({read})")
+        return "\n".join(map(printable, lines))
 
     @property
     def same(self) -> bool:

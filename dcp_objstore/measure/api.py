@@ -23,10 +23,10 @@ import torch.distributed as dist
 from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce, parse_data_key
 from dcp_objstore.config import MIB, TransferConfig, processors
 from dcp_objstore.doctor.scratch import Scratch, Stop, StoppedError
-from dcp_objstore.errors import ConfigError
+from dcp_objstore.errors import ConfigError, printable
 from dcp_objstore.observe.bar import StatusLine
 from dcp_objstore.observe.events import AnyEvent, PartUploaded, RangeRead
-from dcp_objstore.observe.report import GIB, logger
+from dcp_objstore.observe.report import GIB, counted, logger, size_text
 from dcp_objstore.read.api import load
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
 from dcp_objstore.stores.spec import StoreSpec
@@ -44,6 +44,8 @@ _LEAST_AUTO_BYTES, _MOST_AUTO_BYTES = 16 * MIB, 1024 * MIB
 _TENSOR_BYTES = 32 * MIB
 # One save or load takes at most this share of the time, unless the smallest takes longer.
 _SHARE = 1 / 25
+# If the processors are busy for more than this share of the time, they limit the transfer.
+_NEARLY_BUSY = 0.8
 _MOST_ROUNDS = 5
 _ENOUGH_ROUNDS = 3
 _SMALL_REQUESTS = 9
@@ -125,6 +127,36 @@ class BenchReport:
     sent_bytes: int
     received_bytes: int
     warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return how fast saves and loads are, what limits them, and what to doubt, in lines."""
+        size = f"{size_text(self.size_bytes)} of tensors, one process, {self.seconds:.0f} s in all"
+        lines = [
+            self.url,
+            size,
+            self._in_words("save", self.save, self.plain_puts),
+            self._in_words("load", self.load, self.plain_gets),
+            *(f"warning: {warning}" for warning in self.warnings),
+        ]
+        return "\n".join(map(printable, lines))
+
+    def _in_words(self, name: str, transfer: Throughput, plain: Throughput) -> str:
+        """Say how fast a save or load is, and what limits it, if the figures are good enough."""
+        speed, plain_speed = transfer.gib_per_second.median, plain.gib_per_second.median
+        seconds = 100 / speed
+        duration = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+        if self.warnings:
+            limit = "What limits it is not clear: see the warnings."
+        elif transfer.cpu_seconds_per_gib * speed > _NEARLY_BUSY * self.processors:
+            limit = "The processors are busy all the time: they limit it."
+        else:
+            limit = "The store, or the way to it, gives no more to one process."
+        requests = f"{counted(plain.connections, 'plain request')} at a time"
+        return (
+            f"{name}  {size_text(speed * GIB)}/s: 100 GiB in {duration}. {requests} reached"
+            f" {size_text(plain_speed * GIB)}/s; this {name} reached {speed / plain_speed:.0%} of"
+            f" that. {limit}"
+        )
 
 
 def bench(

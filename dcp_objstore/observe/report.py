@@ -36,6 +36,7 @@ def warn(text: str) -> None:
 
 
 GIB = 1024**3
+_SHOWN_DAMAGES = 20
 _LIBRARIES = ("dcp_objstore", "torch", "contextlib")
 
 
@@ -220,6 +221,21 @@ class VerifyReport:
     quick: bool
     deep: bool
     damaged: tuple[Damage, ...]
+
+    def __str__(self) -> str:
+        """Return whether it is whole, what was read to find out, and the first damages."""
+        # Damage inside an object is not looked for by a quick one.
+        word = "DAMAGED" if self.damaged else "complete" if self.quick else "whole"
+        lines = [f"{word}: {printable(self.url)}"]
+        objects, blocks = counted(self.objects, "object"), counted(self.blocks, "block")
+        if self.quick:
+            lines.append(f"  {objects} looked at, nothing read")
+        else:
+            lines.append(f"  {objects}, {blocks}, {size_text(self.total_bytes)} read")
+        lines += [f"  {damage.text}" for damage in self.damaged[:_SHOWN_DAMAGES]]
+        if more := len(self.damaged[_SHOWN_DAMAGES:]):
+            lines.append(f"  and {more} more")
+        return "\n".join(lines)
 
     @property
     def ok(self) -> bool:

@@ -16,6 +16,8 @@ from dcp_objstore.errors import (
     CorruptDataError,
     DcpObjstoreError,
     RetryableError,
+    one_line,
+    printable,
 )
 from dcp_objstore.inspect.verify import verify_at
 from dcp_objstore.observe.dispatch import EventSettings
@@ -53,6 +55,13 @@ class ResumeReport:
     step: int | None
     load: LoadReport | None = None
     skipped: tuple[SkippedStep, ...] = ()
+
+    def __str__(self) -> str:
+        """Return which step was loaded, how, and why newer ones were not, on a few lines."""
+        lines = ["there is no committed step" if self.step is None else f"step {self.step}"]
+        lines += [f"step {one.step} was skipped: {one_line(one.error)}" for one in self.skipped]
+        text = "\n".join(map(printable, lines))
+        return text if self.load is None else f"{text}\n{self.load}"
 
 
 def load_newest(

@@ -23,7 +23,7 @@ from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.checkpoint.read import asked_again
 from dcp_objstore.checkpoint.sweep import GRACE_SECONDS, CheckpointSweep, check_grace
 from dcp_objstore.compat.dot_metadata import StockDotMetadata
-from dcp_objstore.observe.report import logger
+from dcp_objstore.observe.report import counted, logger, size_text
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.spec import open_uploads
 
@@ -48,6 +48,31 @@ class SweepReport:
     checkpoints: tuple[CheckpointSweep, ...]
     uploads_unseen: str | None = None
     dry_run: bool = False
+
+    def __str__(self) -> str:
+        """Return what was done at each checkpoint where something was, and the sums."""
+        if not self.checkpoints:
+            return f"{self.url}\nthere is no checkpoint here, and nothing that one has left"
+        busy = [one for one in self.checkpoints if one.outcome != "clean" or one.uploads_aborted]
+        lines = [self.url, *(f"  {str(one).removeprefix(f'{self.url}/')}" for one in busy)]
+        removed = "would be removed" if self.dry_run else "were removed"
+        looked_at = counted(len(self.checkpoints), "checkpoint")
+        lines.append(f"{looked_at} looked at, nothing to do at {len(self.checkpoints) - len(busy)}")
+        size = size_text(self.deleted_bytes)
+        lines.append(f"{counted(self.deleted, 'object')} ({size}) {removed}")
+        if self.uploads_unseen is None:
+            uploads = counted(self.uploads_aborted, "unfinished upload")
+            young = sum(one.uploads_young for one in self.checkpoints)
+            more = f"; {young} in progress, or younger than the grace period" if young else ""
+            lines.append(f"{uploads} ({size_text(self.uploads_bytes)}) {removed}{more}")
+        else:
+            lines.append(f"unfinished uploads were not looked at: {self.uploads_unseen}")
+        unknown = [f"{one.url}/{key}" for one in self.checkpoints for key in one.unknown]
+        if unknown:
+            example = unknown[0].removeprefix(f"{self.url}/")
+            count = counted(len(unknown), "object")
+            lines.append(f"{count} with unknown names left alone, for example {example}")
+        return "\n".join(map(errors.printable, lines))
 
     @property
     def deleted(self) -> int:

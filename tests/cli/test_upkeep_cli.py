@@ -169,7 +169,7 @@ def test_gc_names_what_it_left_and_a_damaged_checkpoint_is_status_4(steps):
     done = run("sweep", steps.url, "--yes")
     assert done.returncode == 4
     assert "step-1/notes.txt" in done.stdout
-    assert "step-2  cannot be read" in done.stdout
+    assert "step-2: cannot be read" in done.stdout
     assert len(done.stderr.splitlines()) == 1
     assert steps.all() == before
 

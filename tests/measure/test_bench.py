@@ -242,9 +242,11 @@ def test_words_say_what_a_save_waits_for(whole, plain, says):
         sent_bytes=1,
         received_bytes=1,
     )
-    text = cli._in_words("save", whole, plain=plain, report=report)
-    assert says in text
-    assert "100 GiB in" in text
+    save, load = str(report).splitlines()[2:]
+    for name, text in (("save", save), ("load", load)):
+        assert text.startswith(f"{name}  ")
+        assert says in text
+        assert "100 GiB in" in text
 
 
 @pytest.mark.backends("seaweed")

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import dcp_objstore as dos
-from dcp_objstore.reports import CopyReport, ExportReport, LoadReport, SaveReport
+from dcp_objstore.errors import CheckpointCorruptError
+from dcp_objstore.reports import (
+    CheckpointSweep,
+    CopyReport,
+    Damage,
+    DeleteReport,
+    DiffReport,
+    ExportReport,
+    LoadReport,
+    RepairReport,
+    ResumeReport,
+    SaveReport,
+    SkippedStep,
+    SweepReport,
+    VerifyReport,
+)
 
 MIB = 1024**2
 
@@ -69,6 +86,88 @@ def test_exports_and_copies_name_what_they_wrote():
         "sent 3 B; an interrupted copy had sent the rest",
         "the store copied 2 B by itself, without a check here",
     ]
+
+
+def test_a_verification_names_the_first_damages_and_counts_the_others():
+    damages = tuple(Damage(f"object-{number}", "missing", text=f"{number}") for number in range(22))
+    settings: Any = {"url": "s3://b/run", "commit_id": "id", "objects": 2, "blocks": 3}
+    settings |= {"total_bytes": MIB, "quick": False, "deep": False}
+    whole = VerifyReport(**settings, damaged=())
+    assert str(whole).splitlines() == ["whole: s3://b/run", "  2 objects, 3 blocks, 1.00 MiB read"]
+    quick = VerifyReport(**settings | {"quick": True}, damaged=())
+    assert str(quick) == "complete: s3://b/run\n  2 objects looked at, nothing read"
+    first, _, *shown, more = str(VerifyReport(**settings, damaged=damages)).splitlines()
+    assert first == "DAMAGED: s3://b/run"
+    assert (shown, more) == ([f"  {number}" for number in range(20)], "  and 2 more")
+
+
+def test_what_upkeep_does_is_said_and_what_it_would_do_is_told_from_it():
+    for is_dry, deleted, removed in (
+        (False, "deleted", "were removed"),
+        (True, "would delete", "would be removed"),
+    ):
+        settings: Any = {"url": "s3://b/run", "commit_id": "id", "dry_run": is_dry}
+        delete = DeleteReport(
+            **settings,
+            objects=2,
+            total_bytes=MIB,
+            removed_objects=3,
+            finished=False,
+            superseded=True,
+            index_damaged=False,
+        )
+        first, *lines = str(delete).splitlines()
+        assert first == f"{deleted} s3://b/run (2 data objects, 1.00 MiB)"
+        assert ("removed 3 objects" in lines[0]) is not is_dry
+        assert "a new save has been committed here" in lines[1]
+        repair = RepairReport(
+            **settings, state="deleted", finished_delete=True, dot_metadata="removed"
+        )
+        done = "would be" if is_dry else "was"
+        assert f"(deleted): its deletion, begun before, {done} finished; .metadata" in str(repair)
+        steps = (
+            CheckpointSweep(url="s3://b/run/step-1", outcome="clean"),
+            CheckpointSweep(
+                url="s3://b/run/step-2",
+                outcome="swept",
+                deleted=1,
+                deleted_bytes=5,
+                dry_run=is_dry,
+            ),
+            CheckpointSweep(
+                url="s3://b/run/step-3", outcome="damaged", reason="torn", unknown=("notes",)
+            ),
+        )
+        sweep = SweepReport(url="s3://b/run", checkpoints=steps, dry_run=is_dry)
+        assert str(sweep).splitlines() == [
+            "s3://b/run",
+            f"  step-2: 1 object, 5 B, {'would be ' if is_dry else ''}removed",
+            "  step-3: cannot be read: torn",
+            "3 checkpoints looked at, nothing to do at 1",
+            f"1 object (5 B) {removed}",
+            f"0 unfinished uploads (0 B) {removed}",
+            "1 object with unknown names left alone, for example step-3/notes",
+        ]
+
+
+def test_a_comparison_and_a_resume_say_what_they_found():
+    settings: Any = {"url": "s3://b/1", "other_url": "s3://b/2", "tensors": (), "values": ()}
+    diff = DiffReport(**settings, added=("a", "b"), removed=("c",), equal=4, read_bytes=0)
+    assert str(diff).splitlines() == [
+        "from  s3://b/1",
+        "to    s3://b/2",
+        "removed: c",
+        "added: a, b",
+        "3 differences, 4 equal (no tensor read)",
+    ]
+    load = LoadReport(
+        url="s3://b/run", total_bytes=1, needed_bytes=1, seconds=1, objects=1, requests=1
+    )
+    skipped = (SkippedStep(9, CheckpointCorruptError("torn\nhere")),)
+    first, second, third = str(ResumeReport(8, load, skipped)).splitlines()
+    assert (first, second) == ("step 8", "step 9 was skipped: torn; here")
+    assert third == str(load)
+    assert str(ResumeReport(None)) == "there is no committed step"
 
 
 def test_a_name_of_a_store_does_not_act_on_the_terminal():
