@@ -612,7 +612,7 @@ class _Export:
         written = {**shards, **self._written}
         sizes = self._sizes(written)
         sizes[last.name] = self._write(last)
-        self._settle(last.name, written)
+        self._check_that_it_counts(last.name, written)
         return {name: sizes[name] for name in self._plan.names}
 
     def _sizes(self, written: Mapping[str, Version | None]) -> dict[str, int]:
@@ -636,8 +636,8 @@ class _Export:
                 url=self._store.url,
             ) from error
 
-    def _settle(self, last: str, written: Mapping[str, Version | None]) -> None:
-        """See whether another export has put the other file that makes weights count.
+    def _check_that_it_counts(self, last: str, written: Mapping[str, Version | None]) -> None:
+        """Check that the weights of this export count, and not those of another export.
 
         An index and one file have no condition in common, so both may have been put. Then the index
         counts, if its shards are there, and this export removes the file.
