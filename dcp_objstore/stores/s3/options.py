@@ -65,7 +65,6 @@ class S3Options(Schema):
     region: str | None = option(
         "the bucket's region; default us-east-1",
         also=("region_name", "client_kwargs.region_name"),
-        native=("aws_region", "default_region", "aws_default_region"),
         environment=("AWS_REGION", "AWS_DEFAULT_REGION"),
     )
     use_ssl: bool = option(
