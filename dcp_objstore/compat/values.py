@@ -26,6 +26,7 @@ from dcp_objstore.distributed.plugin import by_cause
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     DcpObjstoreError,
+    UnsupportedError,
     UntrustedPickleError,
 )
 from dcp_objstore.observe.report import first_few, warn
@@ -134,13 +135,15 @@ def not_built(error: Exception, body: bytes, key: str, *, is_verified: bool) -> 
             " trust_pickle=True passes it to the planner as it is (only if you trust its author)",
             key=key,
         )
-    return by_cause(
-        error,
-        "the bytes of this value are what was saved, but it could not be built",
-        key,
+    doing = "the bytes of this value are what was saved, but it could not be built"
+    advice = (
         "its class has changed since the save or is not installed, or the planner does not take it."
-        " Load it with the code that saved it, or leave this key out",
+        " Load it with the code that saved it, or leave this key out"
     )
+    if type(error) is RuntimeError:  # as torch calls sizes and strides that do not fit a storage
+        text = f"{doing} ({type(error).__name__}: {error}): {advice}"
+        return UnsupportedError(text, key=key)
+    return by_cause(error, doing, key, advice)
 
 
 def _refusal(body: bytes) -> str | None:

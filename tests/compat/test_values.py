@@ -334,7 +334,8 @@ CAUSES = [
     (ImportError("another library"), UnsupportedError),
     (MemoryError(), RankFailedError),
     (OSError(errno.EMFILE, "Too many open files"), RankFailedError),
-    (RuntimeError("can't allocate memory"), RankFailedError),
+    (torch.OutOfMemoryError("no memory on this device"), RankFailedError),
+    (RuntimeError("out of bounds for storage"), UnsupportedError),
 ]
 
 
