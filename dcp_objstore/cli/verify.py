@@ -77,6 +77,6 @@ def _print(report: dos.reports.VerifyReport) -> None:
     word, _, text = str(report).partition(":")
     width = max(columns(), 60)
     # Keys are copied from here, so no word is broken.
-    lines = [wrapped(line, width, "    ", break_words=False) for line in text.splitlines()]
-    say(*chain(*lines), lead=coloured(word + ":", "green" if report.ok else "red"))
+    lines = [wrapped(line, width, "    ", break_words=False) for line in f":{text}".splitlines()]
+    say(*chain(*lines), lead=coloured(word, "green" if report.ok else "red"))
     print(end="", flush=True)
