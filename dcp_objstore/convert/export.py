@@ -542,11 +542,17 @@ class _Export:
         return earlier, [directory for directory in above if not directory.exists()]
 
     def _present(self) -> dict[str, ObjectMeta]:
-        """Return the files that are there and are replaced or removed by this export."""
+        """Return the files that are there and are replaced or removed by this export.
+
+        What makes files count is looked at first. Whoever puts it later makes this export fail;
+        whoever has put it before had written its shards by then, so the listing has them.
+        """
+        counting = {name: self._head(name) for name in self._counting}
         names = {*self._plan.names, self._claim_name}
         if has_weights(self._plan.names):
             names = replaced_by(names, names_in(self._spec, self._store))
-        return {meta.key: meta for meta in in_waves(self._head, sorted(names)) if meta}
+        others = in_waves(self._head, sorted(names - counting.keys()))
+        return {meta.key: meta for meta in (*counting.values(), *others) if meta}
 
     def _claim(self) -> None:
         """Claim the place, if nothing is there that counts.
@@ -585,13 +591,16 @@ class _Export:
         for file in self._plan.shards:
             self._write(file)
 
+    @property
+    def _counting(self) -> tuple[str, ...]:
+        """The names of the files that make others count."""
+        names = self._plan.names
+        return (INDEX, ONE_FILE) if has_weights(names) else names[-1:]
+
     def _changed(self) -> str | None:
         """Return what makes files count and was written since this export began; None if none."""
-        names = self._plan.names
-        for name in (INDEX, ONE_FILE) if has_weights(names) else names[-1:]:
-            if self._is_changed(name, self._head(name)):
-                return name
-        return None
+        changed = (name for name in self._counting if self._is_changed(name, self._head(name)))
+        return next(changed, None)
 
     def _is_changed(self, name: str, now: ObjectMeta | None) -> bool:
         earlier = self._earlier.get(name)
