@@ -145,7 +145,12 @@ def open_committed(store: ObjectStore) -> tuple[Marker, bytes]:
 
 
 def open_marked(store: ObjectStore, stored: Stored[Marker] | None) -> tuple[Marker, bytes]:
-    """Do what `open_committed` does, with a marker that `read_marker` has just returned."""
+    """Return the marker that `read_marker` has just returned, and the index that it names.
+
+    Raises:
+        CheckpointNotFoundError: there is no marker, or it says that the checkpoint was deleted.
+        CheckpointCorruptError, CheckpointGoneError: as `read_index`.
+    """
     if stored is None or not stored.record.is_committed:
         raise not_committed(store, stored)
     return stored.record, read_index(store, stored.record)

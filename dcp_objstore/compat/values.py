@@ -84,10 +84,10 @@ def check_vetted(body: bytes, key: str) -> None:
 
 
 def warn_unsafe_value(body: bytes, key: str, warned: set[str]) -> None:
-    """Warn, once per key, that a value will not load by default.
+    """Warn, once per key, if a pickled value will not load by default; before it is uploaded.
 
     Args:
-        body: the bytes that `torch.save` wrote for the value.
+        body: the bytes that `torch.save`, or a planner with its own format, wrote for the value.
         key: its state-dict key.
         warned: keys for which a warning was given; this adds to them.
     """
@@ -105,7 +105,7 @@ def warn_unsafe_value(body: bytes, key: str, warned: set[str]) -> None:
         )
     except Exception as error:  # noqa: BLE001 - whatever the value's class does; the save goes on
         text = (
-            f"the value of {key!r} was saved, but does not load again in this program"
+            f"the value of {key!r} is saved, but does not load again in this program"
             f" ({type(error).__name__}: {error})"
         )
     warned.add(key)

@@ -210,14 +210,18 @@ class StepConsensus:
             self._store.set(key, "1")
         return requested
 
-    def _agree(self, number: int, mine: int) -> None:
-        """Run one round: announce, wait for the other ranks, and notify the main thread."""
+    def _agree(self, round_number: int, boundary: int) -> None:
+        """Run one round: announce, wait for the other ranks, and notify the main thread.
+
+        If a rank has left, there are no more rounds. If the store fails, call it again with the
+        same arguments.
+        """
         if self._store is None:
-            agreed: _Agreed | None = _Agreed(mine, self._reasons)
+            agreed: _Agreed | None = _Agreed(boundary, self._reasons)
         else:
-            self._announce(number, " ".join((str(mine), *sorted(self._reasons))))
-            agreed = self._collect(number)
-        if agreed is None:
+            self._announce(round_number, " ".join((str(boundary), *sorted(self._reasons))))
+            agreed = self._collect(round_number)
+        if agreed is None:  # a rank has left
             self._end()
             return
         with self._state:

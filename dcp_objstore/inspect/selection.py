@@ -77,13 +77,13 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 
 def box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, list[int]]:
-    """Return the box that an index selects, and the sizes of the remaining dimensions.
+    """Return the box that an index selects, and its shape without the dimensions of integers.
 
     Raises:
         IndexError: the index is out of range, or its selection is not a box.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
-    # `in` and `count` would compare a tensor or array among the parts with Ellipsis.
+    # `in` and `list.count` would compare a tensor or array among the parts with Ellipsis.
     places = [place for place, part in enumerate(parts) if part is Ellipsis]
     if len(places) > 1:
         raise IndexError("an index can have only one Ellipsis")

@@ -58,7 +58,7 @@ class _Copies:
 
     def __init__(self, local: Local, spec: StoreSpec, channel: Channel) -> None:
         self._local, self._channel = local, channel
-        self._is_over = False
+        self._has_stopped = False
         run, self._name = spec.parent()
         self._run_url = " ".join(filter(None, ((run or spec).url, spec.open().endpoint_url)))
         with self._giving_up_on_error():
@@ -80,9 +80,9 @@ class _Copies:
 
     def _report(self, error: Exception) -> None:
         """Emit and log an error, once in this save or load; no copies are used after it."""
-        if self._is_over:
+        if self._has_stopped:
             return
-        self._is_over = True
+        self._has_stopped = True
         folder, reason = self._local.folder, str(error)
         self._channel.emit(LocalUnused, time.monotonic(), folder=folder, reason=reason)
         # The text says how much room there is, which is never the same.
@@ -101,7 +101,7 @@ class SaveCopies(_Copies):
 
     def __init__(self, local: Local, spec: StoreSpec, channel: Channel, rank: int) -> None:
         self._rank = rank
-        self._written: list[Path] = []
+        self._removed_if_save_fails: list[Path] = []
         self._spares: list[at.File] = []  # what may be written over
         series = _STEP.sub(lambda step: _words(step[0]), spec.url)
         self._before = _saved.here.setdefault((series, spec.open().endpoint_url), [])
@@ -145,7 +145,8 @@ class SaveCopies(_Copies):
     ) -> Iterator[Iterator[ByteArray]]:
         """Yield an iterator over `buffers` that writes each of them to the copy, too.
 
-        If it is not read to its end, there is no copy.
+        If it is not read to its end, there is no copy. If no copies are written (any more), it
+        yields `buffers` themselves.
 
         Args:
             key: the object's, relative to the checkpoint.
@@ -154,11 +155,12 @@ class SaveCopies(_Copies):
         """
         with contextlib.ExitStack() as stack:
             with self._giving_up_on_error():
-                if not self._is_over:
+                if not self._has_stopped:
                     path = self._folder / key
-                    copy = _CopyBeingWritten(path, *self._create(key, size_bytes), self)
+                    file, temporary = self._create(key, size_bytes)
+                    copy = _CopyBeingWritten(path, file, temporary, self)
                     stack.callback(copy.close)
-                    self._written.append(path)
+                    self._removed_if_save_fails.append(path)
                     self.reserve(copy.file, size_bytes)
                     buffers = copy.through(buffers)
             yield buffers
@@ -200,12 +202,12 @@ class SaveCopies(_Copies):
         """Remove what these copies have not been written over."""
         at.remove(file.path for file in self._spares)
         with self._giving_up_on_error():
-            if not self._is_over:
+            if not self._has_stopped:
                 self._before[:] = filter(Path.exists, {*self._before, self._folder})
 
     def give_up(self) -> None:
         """Remove these copies: the save has failed."""
-        at.remove(self._written)
+        at.remove(self._removed_if_save_fails)
 
 
 class _CopyBeingWritten:

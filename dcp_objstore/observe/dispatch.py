@@ -3,9 +3,9 @@
 `EventSettings` makes a channel with the listeners that the user has asked for.
 
 `emit` only queues the event. It never waits and may be called anywhere, even during another `emit`
-(buffers report by weak references). The channel has its own thread, which delivers the events in
-order, one at a time. So a slow listener delays no request, and a listener that raises cannot break
-the save or load.
+(buffers report by weak references). A thread of the channel delivers the events in order, one at a
+time: from the first event if a listener is detailed, otherwise at the end. So a slow listener
+delays no request, and a listener that raises cannot break the save or load.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class Channel:
         self.began_at = time.monotonic()
         self.url = url
         self._rank = rank
-        # The difference between the clock for durations and the clock that all hosts share.
-        self._unix_ns = time.time_ns() - time.monotonic_ns()
+        # Added to `time.monotonic_ns()` it is Unix time, by which traces of several hosts fit.
+        self._unix_offset_ns = time.time_ns() - time.monotonic_ns()
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._listeners: list[_Listener] = []
         self._thread: Spawned | None = None
-        self._failed = False
-        self._warned: set[str] = set()
-        self._retries_lock = threading.Lock()
+        self._has_emitted_failure = False
+        self._warned: set[str] = set()  # names of listeners of which an error was logged
+        self._counts_lock = threading.Lock()
         self.retries = self.slow_ranges = 0
 
     def add(
@@ -120,7 +120,7 @@ class Channel:
                 kind(
                     rank=self._rank,
                     url=self.url,
-                    start_ns=self._unix_ns + int(began_at * 1e9),
+                    start_ns=self._unix_offset_ns + int(began_at * 1e9),
                     seconds=time.monotonic() - began_at if seconds is None else seconds,
                     **fields,
                 )
@@ -147,7 +147,7 @@ class Channel:
             error: the reason, in words, without a secret.
             began_at: `time.monotonic()` at the first try.
         """
-        with self._retries_lock:
+        with self._counts_lock:
             if what == "slow range":
                 self.slow_ranges += 1
             else:
@@ -162,9 +162,9 @@ class Channel:
 
     def fail(self, error: BaseException) -> None:
         """Emit `Failed` for the whole operation; only the first call does."""
-        if self._failed:
+        if self._has_emitted_failure:
             return
-        self._failed = True
+        self._has_emitted_failure = True
         typed = error if isinstance(error, DcpObjstoreError) else DcpObjstoreError(str(error))
         self.emit(
             Failed,

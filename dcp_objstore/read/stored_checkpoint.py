@@ -271,9 +271,9 @@ def open_rooted(
 def _open_marked(
     store: ObjectStore, stored: Stored[Marker], load_id: str | None
 ) -> StoredCheckpoint:
-    """Open the checkpoint that a marker names."""
-    marker, body = open_marked(store, stored)
-    index = ix.decode(body)
+    """Open the checkpoint with this marker, unless the marker says that it was deleted."""
+    marker, index_body = open_marked(store, stored)
+    index = ix.decode(index_body)
     return StoredCheckpoint(
         object_keys=tuple(entry.key for entry in index.objects),
         items=IndexItems(index),

@@ -234,29 +234,33 @@ class _Look:
         """
         for _ in range(_TRIES):
             objects_at = list_by_prefix(store, all_data=True)
-            claims, unread = self._claims(
+            standings, unread = self._read_standings(
                 [run for run in objects_at if CLAIM_KEY in objects_at[run]]
             )
             prefixes = [prefix for prefix in objects_at if _is_listed(objects_at[prefix])]
-            describe = partial(self._describe, objects_at, claims)
+            describe = partial(self._describe, objects_at, standings)
             described = list(in_waves(describe, sorted(prefixes, key=natural_order)))
-            claims_again, _ = self._claims(list(claims))
-            if claims_again == claims:
+            standings_again, _ = self._read_standings(list(standings))
+            if standings_again == standings:
                 unread += [error for _, error in described if error is not None]
                 return tuple(listed for listed, _ in described), tuple(unread)
         raise errors.RetryableError(
             "jobs kept claiming the runs here", advice="try again", url=store.url
         )
 
-    def _claims(
+    def _read_standings(
         self, runs: Sequence[str]
     ) -> tuple[dict[str, Standing], list[errors.DcpObjstoreError]]:
         """Return which claims count in each run, and the errors of those that are unreadable."""
-        found = list(in_waves(self._claim, runs))
-        claims = {run: claim for run, (claim, _) in zip(runs, found, strict=True)}
-        return claims, [error for _, error in found if error is not None]
+        found = list(in_waves(self._read_standing, runs))
+        standings = {run: standing for run, (standing, _) in zip(runs, found, strict=True)}
+        return standings, [error for _, error in found if error is not None]
 
-    def _claim(self, run: str) -> tuple[Standing, errors.DcpObjstoreError | None]:
+    def _read_standing(self, run: str) -> tuple[Standing, errors.DcpObjstoreError | None]:
+        """Read which claims count in a run whose `_CLAIM` was listed.
+
+        If it cannot be read, all steps count; also return why.
+        """
         spec = self.spec.child(run)
         try:
             return read_standing(spec.open(), spec.open_child, expected=True), None
@@ -266,13 +270,13 @@ class _Look:
     def _describe(
         self,
         objects_at: Mapping[str, Objects],
-        claims: Mapping[str, Standing],
+        standings: Mapping[str, Standing],
         prefix: str,
     ) -> tuple[ListedCheckpoint, errors.DcpObjstoreError | None]:
         """Describe what lies at a prefix; also return why its marker cannot be read, or None."""
         objects = objects_at.get(prefix, {})
         # The last segment is the step's name; the segments before it name the run.
-        standing = claims.get(prefix.rpartition("/")[0])
+        standing = standings.get(prefix.rpartition("/")[0])
         base = standing.base if prefix and standing else 0 if prefix else self.base_above
         if self.itself is not None and not prefix:
             entry = replace(self.itself, objects=objects)

@@ -380,4 +380,4 @@ def open_bucket_uploads(spec: StoreSpec) -> S3Uploads:
         clients = spec.boto3_clients()
         client = clients.get("write")
     root = f"{url.prefix}/" if url.prefix else ""
-    return S3Uploads(client, clients, bucket=url.bucket, root=root, extra=clients.payer)
+    return S3Uploads(client, clients, bucket=url.bucket, root=root, payer=clients.payer)

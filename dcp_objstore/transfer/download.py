@@ -421,7 +421,7 @@ class _Shared(Generic[T]):
 
 @dataclass
 class _Worker(Generic[T]):
-    """The work of one thread."""
+    """One thread: has requests under way and reads their answers, piece by piece."""
 
     shared: _Shared[T]
     number: int
@@ -448,21 +448,21 @@ class _Worker(Generic[T]):
             shared.done.put(error)
 
     def _work(self, ahead: deque[_Fetch[T]]) -> None:
-        """Read a piece of each request in turn until there are none left."""
+        """Read a piece of each request whose answer has begun, in turn, until none are left."""
         while True:
             self.shared.progress.check_stopped()
             self._send_ahead(ahead)
-            if not ahead:
+            if not ahead:  # no tasks are left: without a request under way, it waits for a place
                 return
             if len(ahead) > 1:
-                self._to_front_what_came(ahead)
+                self._bring_answered_to_front(ahead)
             self._read_piece(ahead[0])
             if ahead[0].unread:
                 ahead.rotate(-1)
             else:
                 self._end(ahead.popleft())
 
-    def _to_front_what_came(self, ahead: deque[_Fetch[T]]) -> None:
+    def _bring_answered_to_front(self, ahead: deque[_Fetch[T]]) -> None:
         """Bring a request to the front whose answer has begun; wait until one has.
 
         To wait for one answer while another one lies here unread may be to wait for ever: some

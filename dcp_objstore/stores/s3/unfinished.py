@@ -18,6 +18,7 @@ from dcp_objstore.stores.retries import Requests
 from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, judge_botocore
 from dcp_objstore.stores.s3.store import pages
 
+_RULES: Final = "get_bucket_lifecycle_configuration"  # knows no requester that pays
 _NO_RULES: Final = "NoSuchLifecycleConfiguration"
 
 
@@ -25,13 +26,13 @@ class S3Uploads:
     """The multipart uploads below one root of an S3 bucket. Made by `open_uploads`."""
 
     def __init__(
-        self, client: Any, requests: Requests, bucket: str, root: str, extra: Mapping[str, str]
+        self, client: Any, requests: Requests, bucket: str, root: str, payer: Mapping[str, str]
     ) -> None:
         self._client = client
         self._requests = requests
         self._bucket = bucket
         self._root = root
-        self._extra = extra
+        self._payer = payer
 
     def below(self, prefix: str) -> Self:
         """Return the uploads of a root further down; an empty prefix is this one."""
@@ -88,7 +89,7 @@ class S3Uploads:
         """
         with boto_errors(self._url):
             try:
-                answer = self._ask("get_bucket_lifecycle_configuration", {})
+                answer = self._ask(_RULES, {})
             except self._client.exceptions.ClientError as error:
                 if code_of(error) != _NO_RULES:
                     raise
@@ -96,10 +97,15 @@ class S3Uploads:
             return tuple(answer.get("Rules", ()))
 
     def _ask(self, operation: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Send the request of an operation, again where that may help; return the answer."""
+        """Send the request of an operation, again where that may help; return the answer.
+
+        Raises:
+            ClientError: the store refused it; the caller tells what that means.
+        """
         named = {"Bucket": self._bucket, **arguments}
-        if "Key" in arguments or "Prefix" in arguments:  # the bucket's settings take none of it
-            named.update(self._extra)
+        if operation != _RULES:
+            named.update(self._payer)
+        # None of these is a verb of `ObjectStore`. They are as small as a list.
         tries = self._requests.tries("list", arguments.get("Key", ""))
         send = partial(getattr(self._client, operation), **named)
         answer: Mapping[str, Any] = self._requests.run(tries, send)
