@@ -231,9 +231,10 @@ def _take_token(
 
 
 def _damaged_version(store: ObjectStore, error: CheckpointCorruptError) -> Version:
-    """Return the version of a damaged marker, so that a run need not end at it for ever.
+    """Return the version of a damaged marker: the begin token of a save with `overwrite=True`.
 
-    The objects that it named stay until a sweep finds that no commit names them.
+    Without it, no save at this URL could succeed again. The objects that the marker named stay
+    until a sweep finds that no commit names them.
     """
     try:
         version = store.head(MARKER_KEY).version

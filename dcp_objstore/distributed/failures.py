@@ -283,10 +283,11 @@ def advised(error: DcpObjstoreError, advice: str | None) -> DcpObjstoreError:
     return copied
 
 
-def without_frames(error: BaseException) -> None:
+def drop_frames(error: BaseException) -> None:
     """Remove the frames from an error and from its causes, because they hold a whole state.
 
-    If the error may be a bug, its traceback is kept as a note.
+    If the error may be a bug, its traceback is kept as a note. (`RankFailedError` stands for an
+    error of another library.)
     """
     if not isinstance(error, DcpObjstoreError) or isinstance(error, RankFailedError):
         with contextlib.suppress(Exception):  # a frozen dataclass refuses notes

@@ -225,7 +225,9 @@ class _Verification:
             with suppress(ObjectNotFoundError):
                 if self._store.head(entry.key).size_bytes == entry.size_bytes:
                     return entry.size_bytes
-            return self._store.head(entry.key).size_bytes  # the first answer may be wrong
+            return self._store.head(
+                entry.key
+            ).size_bytes  # one answer may be wrong, two are a proof
 
         sizes = {}
         objects = self._index.objects
@@ -236,7 +238,7 @@ class _Verification:
                 try:
                     sizes[number] = answer.result()
                 except ObjectNotFoundError as error:
-                    self._check_gone(error)
+                    self._raise_if_checkpoint_gone(error)
                     self._note_missing(number)
                     continue
                 if sizes[number] != entry.size_bytes:
@@ -328,7 +330,7 @@ class _Verification:
                     for _ in arriving:
                         pass
             except ObjectNotFoundError as error:
-                self._check_gone(error)
+                self._raise_if_checkpoint_gone(error)
                 object_key = error.object_key
                 if object_key is None or object_key in broken:
                     raise
@@ -350,14 +352,14 @@ class _Verification:
             text = f"{MARKER_KEY}: counts {self._marker.counts}, the index has {counts}"
             self._damaged.add(Damage(MARKER_KEY, "counts", text=text))
         if _misleads(self._store, index_body):
-            self._check_gone(ObjectNotFoundError("", object_key=DOT_METADATA_KEY))
+            self._raise_if_checkpoint_gone(ObjectNotFoundError("", object_key=DOT_METADATA_KEY))
             text = (
                 f"{DOT_METADATA_KEY}: does not describe this checkpoint;"
                 f" `dcp-objstore repair {self._store.url}` writes it again"
             )
             self._damaged.add(Damage(DOT_METADATA_KEY, "metadata", text=text))
 
-    def _check_gone(self, error: ObjectNotFoundError) -> None:
+    def _raise_if_checkpoint_gone(self, error: ObjectNotFoundError) -> None:
         """Raise unless only an object is missing: CheckpointGoneError, or why this is unknown.
 
         The store is asked once.

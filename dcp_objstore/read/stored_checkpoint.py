@@ -382,7 +382,7 @@ def _open_listed(
     """Open the files of safetensors of a listing, each in its state of `versions`."""
     is_cut = len(listed) >= LOOK_AROUND_LIMIT
     pinned = PinnedStore(store, versions)
-    with _in_one_state(store):
+    with _opening_errors(store):
 
         def look_for(names: Iterable[str]) -> str | None:
             """Ask for objects by name that were not listed; return the first that is not there."""
@@ -413,7 +413,7 @@ def _open_file(folder: ObjectStore, name: str, load_id: str | None) -> StoredChe
     versions: dict[str, Version] = {}
     pinned = PinnedStore(folder, versions)
     metas, files = [pinned.head(name)], safetensors.WeightFiles([name], {})
-    with _in_one_state(folder):
+    with _opening_errors(folder):
         stored = _open_files(pinned, files, metas, load_id, versions)
     return dataclasses.replace(stored, is_file=True)
 
@@ -439,13 +439,17 @@ def _open_files(
 
 
 @contextmanager
-def _in_one_state(store: ObjectStore) -> Iterator[None]:
-    """Say what it means for a checkpoint that one of its objects is not as it was first seen."""
+def _opening_errors(store: ObjectStore) -> Iterator[None]:
+    """Translate a store's errors while a foreign checkpoint is opened.
+
+    A length that cannot be right means that it is damaged. An object that has changed or gone since
+    it was first seen means that another writer has replaced the checkpoint.
+    """
     try:
         yield
     except CheckpointCorruptError:
         raise
-    except CorruptDataError as error:  # shorter than it was, or an index that is too long
+    except CorruptDataError as error:
         raise CheckpointCorruptError(
             error.message, object_key=error.object_key, url=store.url
         ) from error

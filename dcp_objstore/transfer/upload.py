@@ -134,14 +134,15 @@ class _Tracked:
         self._buffers = iter(buffers)
         self._part_size_bytes, self._ahead, self._counted = part_size_bytes, ahead, counted
         self._rest: ByteArray | None = None
-        self._head: deque[ByteArray] = deque()
+        self._taken_early: deque[ByteArray] = deque()  # by `take_whole`, of more than one part
         self._filling: _Part | None = None
         self._under_way: dict[int, _Part] = {}
         self._dropped: deque[_Part] = deque()  # the slot does not know yet how they ended
         self._ended: deque[_Part] = deque()
         self._free: list[int] = []
         self._workers = self.uploaded = self.size_bytes = 0
-        self._is_asked = False
+        # Within `__next__`: then no request need be open, and the store may be silent.
+        self._transport_waits = False
         self.check_stopped = self._progress.check_stopped
 
     def __iter__(self) -> Iterator[ByteArray]:
@@ -151,19 +152,19 @@ class _Tracked:
         """Return all buffers if they fit into one part; otherwise keep those that were taken."""
         while self.size_bytes <= self._part_size_bytes:
             try:
-                self._head.append(self._take())
+                self._taken_early.append(self._take())
             except StopIteration:
-                whole, self._head = self._head, deque()
+                whole, self._taken_early = self._taken_early, deque()
                 return list(whole)
         return None
 
     def __next__(self) -> ByteArray:
-        # No reference is kept to what is passed on.
-        self._is_asked = True
+        # Without a local name: it would keep the buffer alive.
+        self._transport_waits = True
         try:
-            return self._head.popleft() if self._head else self._take()
+            return self._taken_early.popleft() if self._taken_early else self._take()
         finally:
-            self._is_asked = False
+            self._transport_waits = False
 
     def check(self) -> None:
         """Look whether the store still answers; called in the thread that waits.
@@ -172,7 +173,7 @@ class _Tracked:
             StoreUnavailableError: it does not, and no part is under way any more.
         """
         parts = sum(part.is_whole for part in list(self._under_way.values()))
-        self._silence.check(parts, is_open=parts > 0 or not self._is_asked)
+        self._silence.check(parts, is_open=parts > 0 or not self._transport_waits)
 
     def end(self) -> None:
         """Report the parts that are not reported yet: the object is uploaded."""

@@ -23,10 +23,10 @@ from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.config import LocalFolder, TransferConfig
 from dcp_objstore.distributed.failures import (
     capture,
+    drop_frames,
     every_rank,
     meeting,
     raise_on_all,
-    without_frames,
 )
 from dcp_objstore.distributed.groups import CALLS, SAVES, own_group, world_group
 from dcp_objstore.distributed.plugin import reporting_failures, typed, url_of
@@ -473,7 +473,7 @@ class _StagedSave:
             failed = raised
             log_failure(self.handle.url, raised)
             # The frames hold the copy of the state, whose memory the next save needs.
-            without_frames(raised)
+            drop_frames(raised)
         finally:
             # Before the save counts as ended, so that its memory is free for the next save.
             self._staging = None
