@@ -75,8 +75,9 @@ def verify(
 
 def _print(report: dos.reports.VerifyReport) -> None:
     word, _, text = str(report).partition(":")
+    url, *others = text.splitlines()
     width = max(columns(), 60)
-    # Keys are copied from here, so no word is broken.
-    lines = [wrapped(line, width, "    ", break_words=False) for line in f":{text}".splitlines()]
-    say(*chain(*lines), lead=coloured(word, "green" if report.ok else "red"))
+    # URLs and keys are copied from here, so no word is broken.
+    lines = [wrapped(line, width, "    ", break_words=False) for line in others]
+    say(f":{url}", *chain(*lines), lead=coloured(word, "green" if report.ok else "red"))
     print(end="", flush=True)

@@ -225,9 +225,8 @@ class _Verification:
             with suppress(ObjectNotFoundError):
                 if self._store.head(entry.key).size_bytes == entry.size_bytes:
                     return entry.size_bytes
-            return self._store.head(
-                entry.key
-            ).size_bytes  # one answer may be wrong, two are a proof
+            # One answer may be wrong; two are a proof.
+            return self._store.head(entry.key).size_bytes
 
         sizes = {}
         objects = self._index.objects

@@ -504,7 +504,7 @@ def _throughput(rounds: Sequence[_Round]) -> Throughput:
 
 
 def _doubts(**rounds: Sequence[_Round]) -> Iterator[str]:
-    """Say why not to trust the rounds, each reason once."""
+    """Say why not to trust the rounds."""
     few = [what for what, of_kind in rounds.items() if len(of_kind) < _ENOUGH_ROUNDS]
     if few:
         yield (

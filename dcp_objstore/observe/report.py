@@ -234,7 +234,7 @@ class VerifyReport:
             lines.append(f"  {objects}, {blocks}, {size_text(self.total_bytes)} read")
         lines += [f"  {damage.text}" for damage in self.damaged[:_SHOWN_DAMAGES]]
         if more := len(self.damaged[_SHOWN_DAMAGES:]):
-            lines.append(f"  and {more} more")
+            lines.append(f"  and {more} more; `damaged` and --json have all")
         return "\n".join(lines)
 
     @property

@@ -101,7 +101,7 @@ def test_many_damages_are_cut_and_fit_80_columns(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         verify(url, **ALL)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "  and 10 more; --json prints all"
+    assert lines[-1] == "  and 10 more; `damaged` and --json have all"
     assert all(len(line) <= 80 for line in lines[1:])
 
 
