@@ -170,3 +170,13 @@ def test_nothing_private_of_torch_is_used_elsewhere(sources, own):
 def test_no_private_name_of_a_base_of_dcps_is_taken(own):
     bases = (StorageReader, StorageWriter, DefaultLoadPlanner, DefaultSavePlanner, AsyncStager)
     assert not own & {name for base in bases for name in dir(base) if _is_private(name)}
+
+
+def test_the_names_of_tests_can_be_said():
+    names = [
+        node.name
+        for file in Path(__file__).parent.rglob("test_*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert [name for name in names if len(name) > 80] == []

@@ -201,9 +201,7 @@ def test_a_large_file_of_an_export_that_ended_before_it_was_begun_stays(mine, ot
     assert open_store(out).head(key).size_bytes < MIB
 
 
-def test_one_file_that_another_has_put_beside_the_index_goes_while_the_shards_are_there(
-    mine, other, monkeypatch
-):
+def test_one_file_of_another_beside_an_index_that_is_whole_goes(mine, other, monkeypatch):
     out, one = memory_url(), memory_url()
     to(other, one, ONE)
     body, _ = open_store(one).get("model.safetensors", max_size_bytes=MIB)

@@ -162,9 +162,7 @@ def change(torn: Torn, how: str) -> Any:
 
 @shared
 @pytest.mark.parametrize("how", cases([*ANSWERS, "damaged"], default=["damaged"]))
-def test_a_wrong_answer_is_asked_for_again_and_then_one_error_that_says_where_on_every_rank(
-    torn, how, read_once
-):
+def test_a_wrong_answer_is_asked_for_again_and_then_an_error_on_every_rank(torn, how, read_once):
     torn.proxy.tamper(change(torn, how), torn.meant, times=1)
     for outcome in torn.load(read_once):
         assert not outcome.failed, outcome

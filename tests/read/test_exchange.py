@@ -327,7 +327,7 @@ def test_each_byte_is_fetched_by_one_rank_and_reaches_all_that_need_it(
             assert sent == (sizes if hosts[sender] != hosts[rank] else []), "what it needs, no more"
 
 
-def test_whole_stretches_are_sent_out_of_their_slots_and_kept_no_longer_than_their_round(
+def test_whole_stretches_are_sent_from_their_slots_and_kept_for_one_round(
     monkeypatch,
 ):
     sent: dict[int, list[Any]] = {0: [], 1: [], 2: []}

@@ -268,7 +268,7 @@ def test_rows_are_filled_from_blocks_that_begin_and_end_anywhere(packed, device,
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
-def test_raw_elements_become_quantized_ones_only_from_floats_and_float4_is_never_converted():
+def test_only_floats_become_quantized_elements_and_float4_is_never_converted():
     plain = torch.zeros(4)
     quantized = torch.quantize_per_tensor(plain, 0.5, 0, torch.qint8)
     for stored, destination in (("float32", quantized), ("int8", plain)):

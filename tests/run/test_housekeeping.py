@@ -90,7 +90,7 @@ def test_retention_of_a_job_that_does_not_have_the_run_deletes_nothing(url, owne
     dos.load(state(0), f"{url}/step-1", progress=False)
 
 
-def test_a_few_steps_are_deleted_after_a_commit_and_pinned_ones_do_not_take_their_turns(url):
+def test_a_few_steps_are_deleted_after_a_commit_and_pinned_ones_take_no_turn(url):
     few = retainer(url, dos.KeepLatest(1), at_a_time=2)
     save_each(url, *range(1, 7))
     dos.pin(f"{url}/step-1", "paper")

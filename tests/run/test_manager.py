@@ -328,9 +328,7 @@ def test_a_second_save_while_one_is_under_way(url, held, busy):
     assert names(url) == ["step-1", "step-2"], "what was not saved then is saved on leaving"
 
 
-def test_the_managers_of_a_program_neither_wait_for_each_other_nor_raise_for_each_other(
-    url, held, monkeypatch
-):
+def test_managers_of_one_program_neither_wait_nor_raise_for_each_other(url, held, monkeypatch):
     """Such as one for the model and one for its averaged weights."""
     later = async_api.run_save
 

@@ -497,7 +497,7 @@ def test_a_worker_reads_the_answer_that_has_begun_and_waits_for_no_other(monkeyp
 @pytest.mark.parametrize(
     ("needs_no_wait", "order", "first_wait_ms"), [(None, [0, 10, 20], 20), (10, [10, 20, 0], 0)]
 )
-def test_where_no_answer_begins_the_first_is_waited_for_alone_unless_one_needs_no_wait(
+def test_where_no_answer_begins_only_the_first_is_waited_for(
     monkeypatch, needs_no_wait, order, first_wait_ms
 ):
     use_processors(monkeypatch, 1)

@@ -316,7 +316,7 @@ def test_an_upload_that_waits_for_its_turn_can_be_stopped(places):
     ],
 )
 @pytest.mark.parametrize("dropped", ["at once", "in turn", "after the upload"])
-def test_a_buffer_is_cut_where_a_part_ends_which_ends_when_all_of_its_buffers_are_dropped(
+def test_buffers_are_cut_at_parts_and_a_part_ends_with_its_last_buffer(
     sizes, cut, ended, dropped, places
 ):
     """A part that ended too early would let more requests begin than the window allows."""
