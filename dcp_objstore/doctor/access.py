@@ -26,7 +26,6 @@ from dcp_objstore.stores.urls import StoreUrl
 _PACKAGES = ("dcp-objstore", "torch", "obstore", "boto3", "fsspec", "s3fs", "gcsfs")
 LOCAL = ("file", "memory")
 _CLOUDS = ("s3", "gs", "gcs", "az", "azure", "abfs", "abfss")
-_PROVIDERS = {"s3": "AWS", "gs": "Google"}
 _ABSENT = ".doctor-asks-for-nothing"
 # The time-out of the first answer: a server that accepts connections and stays silent has failed.
 _PATIENCE_SECONDS = 10.0
@@ -102,7 +101,7 @@ class Access:
             server, region = named_server(self._spec)
         except errors.DcpObjstoreError:
             return not_made("without credentials, no request is sent")
-        shown = server or _PROVIDERS.get(self._url.scheme, "the provider")
+        shown = server or "the provider's own endpoint"
         where = f"{shown}, region {region}" if region else shown
         return ok(where, endpoint_url=server, region=region)
 
