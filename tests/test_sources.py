@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -173,10 +174,6 @@ def test_no_private_name_of_a_base_of_dcps_is_taken(own):
 
 
 def test_the_names_of_tests_can_be_said():
-    names = [
-        node.name
-        for file in Path(__file__).parent.rglob("test_*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-    ]
+    texts = [file.read_text() for file in Path(__file__).parent.rglob("test_*.py")]
+    names = [name for text in texts for name in re.findall(r"def (test_\w+)", text)]
     assert [name for name in names if len(name) > 80] == []

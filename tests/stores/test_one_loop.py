@@ -95,8 +95,12 @@ def test_a_small_write_to_a_silent_server_has_a_third_of_the_stall_time_out(
 
     def given_up(seconds: float, write: Callable[[ObjectStore], object]) -> float:
         """Return after how many seconds; a request has so many, a small one 0.1."""
+        # urllib3, below boto3, has the time to connect for sending, too.
         config = TransferConfig(
-            max_retries=0, request_timeout_seconds=seconds, stall_timeout_seconds=0.3
+            max_retries=0,
+            request_timeout_seconds=seconds,
+            connect_timeout_seconds=1,
+            stall_timeout_seconds=0.3,
         )
         scheme, options = ADAPTERS[adapter]
         given = {**options, "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}
