@@ -39,8 +39,9 @@ def copied_parts(sources: Sequence[CopySource]) -> list[int]:
 
 
 def _part_size_bytes(sources: Sequence[CopySource]) -> int:
+    """Return the size of a part: the usual one, unless an object would have too many parts."""
     size_bytes = sum(source.end - source.start for source in sources)
-    # Each source may add a part.
+    # Parts end where their source does, so each source may add one.
     return max(_PART_SIZE_BYTES, -(-size_bytes // max(1, MAX_PARTS - len(sources))))
 
 
@@ -69,14 +70,14 @@ def copy_objects(
         try:
             run_watched(lambda: wait(futures.values()), f"copies to {store.url}", progress)
         except TransferStalledError as error:
-            # The others may have been copied; what is still under way is left to itself.
+            # Some copies may have ended; those that are still under way are left to themselves.
             stalled = error
     outcomes: dict[str, Uploaded | DcpObjstoreError] = {}
     for key, future in futures.items():
-        failed = future.exception() if future.done() else stalled
-        if failed is not None and not isinstance(failed, DcpObjstoreError):
-            raise failed
-        outcomes[key] = future.result() if failed is None else failed
+        failure = future.exception() if future.done() else stalled
+        if failure is not None and not isinstance(failure, DcpObjstoreError):
+            raise failure
+        outcomes[key] = future.result() if failure is None else failure
     return outcomes
 
 
@@ -89,11 +90,12 @@ def _copy(
 ) -> Uploaded:
     """Have the store make one object of others."""
     progress.check_stopped()
-    sizes: list[int] = []
+    part_sizes: list[int] = []
 
     def moved(size_bytes: int) -> None:
+        """Count a part that the store has copied. Called in any thread."""
         progress.check_stopped()
-        sizes.append(size_bytes)
+        part_sizes.append(size_bytes)
         progress.moved(size_bytes)
         limiter_of(store).succeeded()
         if progress.channel is not None:
@@ -108,4 +110,4 @@ def _copy(
         max_concurrency=max_concurrency,
         moved=moved,
     )
-    return Uploaded(size_bytes=sum(sizes), version=version, parts=len(sizes))
+    return Uploaded(size_bytes=sum(part_sizes), version=version, parts=len(part_sizes))

@@ -11,8 +11,8 @@ from typing_extensions import Buffer
 
 BLOCK_SIZE_BYTES = 4 * 1024 * 1024
 DIGEST_SIZE_BYTES = 16
-# `xxhash` releases the GIL for more than this (measured with 4.1).
-_HOLDING_BYTES = 65_536
+# `xxhash` keeps the GIL up to this size, and releases it for more (measured with 4.1).
+_LARGEST_WITH_GIL_BYTES = 65_536
 
 # Makes the digest of one block from its pieces: `update(piece)`, then `digest()`.
 BlockDigest = xxhash.xxh3_128
@@ -33,8 +33,8 @@ def small_digest(payload: Buffer) -> bytes:
         if not view.nbytes:
             return b""
         state = BlockDigest()
-        for start in range(0, view.nbytes, _HOLDING_BYTES):
-            with view[start : start + _HOLDING_BYTES] as piece:
+        for start in range(0, view.nbytes, _LARGEST_WITH_GIL_BYTES):
+            with view[start : start + _LARGEST_WITH_GIL_BYTES] as piece:
                 state.update(piece)
         return state.digest()
 

@@ -15,12 +15,12 @@ What there is, and who may touch it:
         tasks                 requests that nobody has begun: workers take the first
         done                  finished requests, or the first error: workers put, the caller takes
         gate                  who is at the caller's memory: workers enter, the caller closes it
-        store_waits.slot      places in the bucket's window: the worker of a request takes and gives
-        store_waits.stragglers    how long waits take: workers report, the caller ends a slow one
-        local_waits           the same of copies on this machine
+        store_pace.slot       places in the bucket's window: the worker of a request takes and gives
+        store_pace.stragglers     how long waits take: workers report, the caller ends a slow one
+        local_pace            the same of copies on this machine
         staffing              a lock: how many workers there are; any worker may start another
       _Worker                 one a thread
-        ahead                 the requests that it has under way, which no other thread touches
+        under_way             the requests that it has under way, which no other thread touches
         memory for a piece    kept from one piece to the next
       _Fetch                  a request under way: its worker's, until that hands it over
 """
@@ -158,7 +158,7 @@ def fetch_ranges(
         ObjectNotFoundError: an object does not exist; the error has its `object_key`.
         CorruptDataError: an object ends before the range, or `consume` found damage twice.
     """
-    from_store = requests
+    from_store = requests  # those that are not read from a copy on this machine
     if local:
         from_store = [request for request in requests if request.object_number not in local]
     slot = admission_slot(
@@ -170,9 +170,9 @@ def fetch_ranges(
     )
 
     reading = store.range_reading
-    # A copy on this machine is there at once.
-    is_ahead = bool(from_store) and (admit is None or may_begin is not None)
-    depth = _depth(slot.concurrency, reading) if is_ahead else 1
+    # To ask ahead gains nothing if all comes from copies on this machine: they are there at once.
+    asks_ahead = bool(from_store) and (admit is None or may_begin is not None)
+    depth = _depth(slot.concurrency, reading) if asks_ahead else 1
     piece_bytes = largest_piece(requests)
     most_workers = worker_count(
         at_most(config.download_concurrency),
@@ -192,21 +192,22 @@ def fetch_ranges(
         # Other transports could still write there when the caller has the memory again.
         in_place=in_place if reading.ahead else lambda _: None,
         progress=progress,
-        store_waits=_Waits(len(from_store), slot),
-        local_waits=_Waits(len(requests) - len(from_store), _Unlimited()),
+        store_pace=_Pace(len(from_store), slot),
+        local_pace=_Pace(len(requests) - len(from_store), _Unlimited()),
         local=local,
         depth=depth,
         piece_bytes=piece_bytes,
         most_workers=most_workers,
     )
     try:
-        shared.staff()
+        shared.start_workers()
         unfinished = len(requests)
         while unfinished:
             shared.check()
             outcome = take(shared.done, check=shared.check, step_seconds=STEP_SECONDS)
             if isinstance(outcome, BaseException):
                 raise outcome
+            # None: no request is done, but `consume` needs the calling thread.
             unfinished -= outcome is not None
             yield outcome
     except BaseException as error:
@@ -222,12 +223,13 @@ class _Gate:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
+        # For each worker inside, the body that it receives there, or None if it consumes.
         self._inside: list[RangeBody | None] = []
         self._changed = threading.Condition()
 
     @contextmanager
     def passed(self, receiving: RangeBody | None = None) -> Iterator[None]:
-        """Write there in this block.
+        """Write there in this block; raise the error of `progress.stop` instead if it was called.
 
         Args:
             receiving: the body that is received there. Default: what was received is consumed.
@@ -248,8 +250,8 @@ class _Gate:
         Bodies are cancelled. One that does not end at once is not waited for: it writes nothing.
         """
         with self._changed:
-            writing = [body for body in self._inside if body is None or body.cancel(at_once=False)]
-            self._changed.wait_for(lambda: not any(body in self._inside for body in writing))
+            awaited = [body for body in self._inside if body is None or body.cancel(at_once=False)]
+            self._changed.wait_for(lambda: not any(body in self._inside for body in awaited))
 
 
 @dataclass(eq=False)
@@ -260,11 +262,13 @@ class _Fetch(Generic[T]):
         memory: the memory for all of it; None to read each piece into its worker's memory.
         is_in_place: whether its bytes belong there, and are not consumed.
         began_at: when it began (monotonic).
-        worker: its row in a trace.
+        body: the opened range; another one after each time that it was asked for again.
+        row: its row in a trace.
         unread: the pieces that were not consumed yet.
         read_at: when the last piece was read, or when the request began.
         repeats: how often it was asked for again, because it was slow.
-        is_handed_over: whether another worker goes on with it, and this one gives it up.
+        is_handed_over: whether another worker goes on with it, and this one gives it up. The
+            calling thread sets it, while the worker waits.
     """
 
     request: RangeRequest[T]
@@ -272,7 +276,7 @@ class _Fetch(Generic[T]):
     is_in_place: bool
     began_at: float
     body: RangeBody
-    worker: int
+    row: int
     unread: deque[RangeRequest[T]]
     read_at: float
     repeats: int = 0
@@ -295,8 +299,14 @@ class _Unlimited:
         """Learn nothing."""
 
 
-class _Waits(Generic[T]):
-    """The state of the requests to one place: how many may be in flight, how long they take."""
+class _Pace(Generic[T]):
+    """The pace of the requests to the store, or of those to copies on this machine.
+
+    Attributes:
+        requests: the number of such requests in the transfer.
+        slot: how many of them may be in flight.
+        stragglers: how long they take.
+    """
 
     def __init__(self, requests: int, slot: AdmissionSlot | _Unlimited) -> None:
         self.requests = requests
@@ -325,8 +335,8 @@ class _Shared(Generic[T]):
     may_begin: Callable[[RangeRequest[T]], bool] | None
     in_place: Callable[[RangeRequest[T]], memoryview | None]
     progress: Progress
-    store_waits: _Waits[T]
-    local_waits: _Waits[T]
+    store_pace: _Pace[T]
+    local_pace: _Pace[T]
     local: Collection[int]
     depth: int
     piece_bytes: int
@@ -341,20 +351,21 @@ class _Shared(Generic[T]):
         self._threads: list[Spawned] = []
         self.staffing = threading.Lock()
 
-    def staff(self) -> None:
+    def start_workers(self) -> None:
         """Start as many workers as there are requests that may be in flight.
 
-        So what the window does not allow takes no thread and no memory.
+        So what the window does not allow takes no thread and no memory. It is called after each
+        piece, because the window may have grown.
         """
         with self.staffing:
-            store, copies = self.store_waits, self.local_waits
-            of_store = min(store.requests, -(-store.slot.concurrency // self.depth))
-            of_copies = min(copies.requests, processors())
-            wanted = min(self.most_workers, max(of_store, of_copies))
-            while self._workers < wanted and self.tasks:
-                self.start(self._workers)
+            store, copies = self.store_pace, self.local_pace
+            for_store = min(store.requests, -(-store.slot.concurrency // self.depth))
+            for_copies = min(copies.requests, processors())
+            workers = min(self.most_workers, max(for_store, for_copies))
+            while self._workers < workers and self.tasks:
+                self._start_worker(self._workers)
 
-    def start(self, number: int, *handed_over: _Fetch[T]) -> None:
+    def _start_worker(self, number: int, *handed_over: _Fetch[T]) -> None:
         """Start a worker, which first goes on with what was handed over. Hold `staffing`."""
         run = partial(_Worker(self, number).run, handed_over)
         self._threads.append(spawn(run, f"download-{number}"))
@@ -365,9 +376,9 @@ class _Shared(Generic[T]):
         """Whether there is memory for one more worker. Hold `staffing`."""
         return sum(thread.is_alive() for thread in self._threads) < self.most_workers
 
-    def waits(self, request: RangeRequest[T]) -> _Waits[T]:
-        """Return what is known of requests of this kind."""
-        return self.local_waits if request.object_number in self.local else self.store_waits
+    def pace(self, request: RangeRequest[T]) -> _Pace[T]:
+        """Return the pace of requests of this kind."""
+        return self.local_pace if request.object_number in self.local else self.store_pace
 
     def key(self, request: RangeRequest[T]) -> str:
         """Return the key of the object that the request reads."""
@@ -390,13 +401,13 @@ class _Shared(Generic[T]):
         if not self._limiter.spares_retries:
             return
         with self.staffing:
-            kinds = self.store_waits, self.local_waits
-            slow = (waits.stragglers.take(self._give_up) for waits in kinds)
-            fetch = next(filter(None, slow), None)
+            paces = self.store_pace, self.local_pace
+            given_up = (pace.stragglers.take(self._give_up) for pace in paces)
+            fetch = next(filter(None, given_up), None)
             if fetch is None:
                 return
-            if fetch.is_handed_over:
-                self.start(fetch.worker, replace(fetch))
+            if fetch.is_handed_over:  # a copy, because the worker that waits still has this one
+                self._start_worker(fetch.row, replace(fetch))
         self._limiter.spend_retry()
         if (channel := current_channel()) is not None:
             channel.retried(
@@ -413,10 +424,12 @@ class _Shared(Generic[T]):
             return False
         # The worker that goes on waiting must hold only its own memory, and no other request.
         may_be_handed_over = fetch.memory is None and self.depth == 1 and self._has_room
-        cancelled = fetch.body.cancel(at_once=not may_be_handed_over)
-        fetch.repeats += cancelled or may_be_handed_over
-        fetch.is_handed_over = may_be_handed_over and not cancelled
-        return cancelled or may_be_handed_over
+        is_cancelled = fetch.body.cancel(at_once=not may_be_handed_over)
+        is_given_up = is_cancelled or may_be_handed_over
+        fetch.repeats += is_given_up
+        # A worker whose wait was cancelled asks for it again itself.
+        fetch.is_handed_over = may_be_handed_over and not is_cancelled
+        return is_given_up
 
 
 @dataclass
@@ -436,92 +449,101 @@ class _Worker(Generic[T]):
             handed_over: requests of another worker to go on with first.
         """
         shared = self.shared
-        ahead = deque(handed_over)
+        under_way = deque(handed_over)
         try:
-            with suppress(StragglerError):  # another worker goes on with it
-                for fetch in ahead:
+            with suppress(StragglerError):  # another worker goes on with what this one waited for
+                for fetch in under_way:
                     fetch.body = shared.open(fetch.request, fetch.unread[0].start)
-                self._work(ahead)
+                self._read_all(under_way)
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-            for fetch in ahead:
+            for fetch in under_way:
                 fetch.body.close()
             shared.done.put(error)
 
-    def _work(self, ahead: deque[_Fetch[T]]) -> None:
-        """Read a piece of each request whose answer has begun, in turn, until none are left."""
+    def _read_all(self, under_way: deque[_Fetch[T]]) -> None:
+        """Read a piece of each request in turn, and begin others, until no task is left.
+
+        Args:
+            under_way: the requests that were begun, the one that is read next first.
+        """
         while True:
             self.shared.progress.check_stopped()
-            self._send_ahead(ahead)
-            if not ahead:  # no tasks are left: without a request under way, it waits for a place
+            self._begin_requests(under_way)
+            if not under_way:  # no task is left: for the first request, it has waited for a place
                 return
-            if len(ahead) > 1:
-                self._bring_answered_to_front(ahead)
-            self._read_piece(ahead[0])
-            if ahead[0].unread:
-                ahead.rotate(-1)
+            if len(under_way) > 1:
+                self._bring_answered_to_front(under_way)
+            self._read_piece(under_way[0])
+            if under_way[0].unread:
+                under_way.rotate(-1)
             else:
-                self._end(ahead.popleft())
+                self._end(under_way.popleft())
 
-    def _bring_answered_to_front(self, ahead: deque[_Fetch[T]]) -> None:
-        """Bring a request to the front whose answer has begun; wait until one has.
+    def _bring_answered_to_front(self, under_way: deque[_Fetch[T]]) -> None:
+        """Bring the first request whose answer has begun to the front; wait until there is one.
 
         To wait for one answer while another one lies here unread may be to wait for ever: some
-        servers serve few requests at a time.
+        servers serve few requests at a time. After `_ANY_ANSWER_SECONDS` the order stays as it is,
+        and the first request's transport times out.
         """
-        if ahead[0].body.awaited() is None:
+        if under_way[0].body.awaited() is None:
             return
-        places: dict[int | None, int] = {}
-        poll, until = select.poll(), time.monotonic() + _ANY_ANSWER_SECONDS
-        for place, fetch in enumerate(ahead):
+        # The position of each request by the descriptor that it waits for. Those that wait for none
+        # have the key None: their answers have begun, and the first of them counts.
+        positions: dict[int | None, int] = {}
+        poll, deadline = select.poll(), time.monotonic() + _ANY_ANSWER_SECONDS
+        for position, fetch in enumerate(under_way):
             descriptor = fetch.body.awaited()
-            places.setdefault(descriptor, place)
+            positions.setdefault(descriptor, position)
             if descriptor is not None:
                 poll.register(descriptor, select.POLLIN)
-        step_seconds = 0 if None in places else STEP_SECONDS
-        while not (came := poll.poll(step_seconds * 1000)) and None not in places:
+        step_seconds = 0 if None in positions else STEP_SECONDS
+        while not (readable := poll.poll(step_seconds * 1000)) and None not in positions:
             self.shared.progress.check_stopped()
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 return
-        begun = {None, *(descriptor for descriptor, _ in came)} & places.keys()
-        ahead.rotate(-min(places[descriptor] for descriptor in begun))
+        answered = {None, *(descriptor for descriptor, _ in readable)} & positions.keys()
+        under_way.rotate(-min(positions[descriptor] for descriptor in answered))
 
-    def _send_ahead(self, ahead: deque[_Fetch[T]]) -> None:
+    def _begin_requests(self, under_way: deque[_Fetch[T]]) -> None:
         """Begin requests until this worker has as many under way as it may."""
-        with suppress(IndexError):
-            while len(ahead) < self.shared.depth:
+        with suppress(IndexError):  # no task is left; another worker may take the last one
+            while len(under_way) < self.shared.depth:
                 # In a trace, each request that one thread has under way gets its own row.
-                used_rows = {fetch.worker for fetch in ahead}
+                used_rows = {fetch.row for fetch in under_way}
                 rows = count(self.shared.depth * self.number)
                 row = next(row for row in rows if row not in used_rows)
-                fetch = self._begin(self.shared.tasks.popleft(), row, wait=not ahead)
+                # Only a worker with nothing to read waits for a place.
+                fetch = self._begin(self.shared.tasks.popleft(), row, wait=not under_way)
                 if fetch is None:
                     return
-                ahead.append(fetch)
+                under_way.append(fetch)
 
     def _begin(self, request: RangeRequest[T], row: int, *, wait: bool) -> _Fetch[T] | None:
         """Begin a request; put it back and return None if it has no place and `wait` is False."""
         shared, progress = self.shared, self.shared.progress
-        begin = partial(shared.waits(request).slot.begin, id(request), progress.check_stopped)
+        take_place = partial(shared.pace(request).slot.begin, id(request), progress.check_stopped)
         if not wait:
             has_memory = shared.may_begin is None or shared.may_begin(request)
-            if not (has_memory and begin(wait=False)):
+            if not (has_memory and take_place(wait=False)):
                 shared.tasks.appendleft(request)
                 return None
-        # Only what was given a place is admitted, and what waits for memory takes no place.
-        memory = None if shared.admit is None else shared.admit(request, progress)
-        begin()
+        # With `wait`, memory comes first: what waits for it takes no place in the window. (A place
+        # that was taken above is not taken twice.)
+        admitted = None if shared.admit is None else shared.admit(request, progress)
+        take_place()
         # A range that is admitted into memory is consumed there as a whole.
-        pieces = [request] if memory is not None else cut(request, BLOCK_SIZE_BYTES)
-        place = shared.in_place(request) if memory is None else None
+        pieces = [request] if admitted is not None else cut(request, BLOCK_SIZE_BYTES)
+        destination = shared.in_place(request) if admitted is None else None
         body = shared.open(request, request.start)
         now = time.monotonic()
         return _Fetch(
             request,
-            place if memory is None else memory,
-            is_in_place=place is not None,
+            destination if admitted is None else admitted,
+            is_in_place=destination is not None,
             began_at=now,
             body=body,
-            worker=row,
+            row=row,
             unread=deque(pieces),
             read_at=now,
         )
@@ -530,19 +552,19 @@ class _Worker(Generic[T]):
         """Read the next piece and consume it. If it is damaged or slow, ask for it again."""
         shared, piece = self.shared, fetch.unread[0]
         # A copy on this machine may be damaged, and then, once, the store's answer.
-        most_tries = 3 if fetch.request.object_number in shared.local else 2
+        most_attempts = 3 if fetch.request.object_number in shared.local else 2
         attempt = 1
         size_bytes = piece.end - piece.start
-        first = fetch.request.start
+        request_start = fetch.request.start
         memory = (
             self._memory(size_bytes)
             if fetch.memory is None
-            else fetch.memory[piece.start - first : piece.end - first]
+            else fetch.memory[piece.start - request_start : piece.end - request_start]
         )
         while True:
             began_at = time.monotonic()
             try:
-                if fetch.is_in_place:
+                if fetch.is_in_place:  # the caller's memory, and there is nothing to consume
                     with shared.gate.passed(fetch.body):
                         self._receive(fetch, piece, memory)
                 else:
@@ -551,28 +573,29 @@ class _Worker(Generic[T]):
                 break
             except CorruptDataError as error:
                 key = shared.key(fetch.request)
-                if attempt == most_tries:
+                if attempt == most_attempts:
                     raise error.at(object_key=key) from None
                 attempt += 1
                 if (channel := current_channel()) is not None:
                     text = f"{type(error).__name__}: {error.message}"
                     channel.retried("range", key, attempt=attempt, error=text, began_at=began_at)
             except StragglerError:
-                if fetch.is_handed_over:
+                if fetch.is_handed_over:  # `run` ends this worker
                     fetch.body.close()
                     raise
+            # It was damaged, or its wait was cancelled: ask again for what is left of the request.
             fetch.body.close()
             fetch.body = shared.open(fetch.request, piece.start)
         fetch.unread.popleft()
         fetch.read_at = time.monotonic()
-        shared.waits(fetch.request).slot.moved(size_bytes)
-        shared.staff()
+        shared.pace(fetch.request).slot.moved(size_bytes)
+        shared.start_workers()
         shared.progress.alive()
 
     def _receive(self, fetch: _Fetch[T], piece: RangeRequest[T], memory: memoryview) -> None:
         """Read a piece into memory; raise `StragglerError` if it was given up."""
         try:
-            stragglers = self.shared.waits(fetch.request).stragglers
+            stragglers = self.shared.pace(fetch.request).stragglers
             with stragglers.waiting(fetch, len(memory), since=fetch.read_at):
                 fetch.body.readinto(memory)
         except DcpObjstoreError as error:
@@ -584,7 +607,7 @@ class _Worker(Generic[T]):
         """Close a request that was read, and pass it to the calling thread."""
         request, progress = fetch.request, self.shared.progress
         fetch.body.close()
-        self.shared.waits(request).slot.end(id(request), answered=True)
+        self.shared.pace(request).slot.end(id(request), answered=True)
         progress.moved(request.end - request.start)
         if progress.channel is not None:
             progress.channel.emit(
@@ -593,7 +616,7 @@ class _Worker(Generic[T]):
                 object_key=self.shared.key(request),
                 offset=request.start,
                 size_bytes=request.end - request.start,
-                worker=fetch.worker,
+                worker=fetch.row,
             )
         self.shared.done.put(request)
 
@@ -604,6 +627,6 @@ class _Worker(Generic[T]):
         as much as copying into it. When the thread ends, it goes back to the system: of memory from
         malloc, each arena, of which there may be one for each thread, would keep a piece.
         """
-        if not self._scratch:
+        if not self._scratch:  # only now: requests with memory of their own need none of this
             self._scratch = memoryview(new_memory(self.shared.piece_bytes))
         return self._scratch[:size_bytes]

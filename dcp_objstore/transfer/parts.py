@@ -66,14 +66,16 @@ def plan_parts(
 
     Args:
         total_bytes: the payload of all items.
+        least_part_size_bytes: the configured part size.
+        max_object_size_bytes: the size from which a rank's payload is divided among objects.
         largest_item_bytes: the payload of the largest item, which is never split.
         is_near: whether a few connections move all that the store or this machine can.
     """
     object_bytes = min(total_bytes, max(max_object_size_bytes, largest_item_bytes))
-    many = _MANY_PARTS if is_near else _MANY_PARTS_FAR
-    grown = min(object_bytes // many, _GROWN_PART_SIZE_BYTES)
-    needed = max(-(-object_bytes // _PLANNED_PARTS), grown)
-    part_size = max(least_part_size_bytes, -(-needed // MIB) * MIB)
+    many_parts = _MANY_PARTS if is_near else _MANY_PARTS_FAR
+    grown_size = min(object_bytes // many_parts, _GROWN_PART_SIZE_BYTES)
+    needed_size = max(-(-object_bytes // _PLANNED_PARTS), grown_size)
+    part_size = max(least_part_size_bytes, -(-needed_size // MIB) * MIB)
     slice_size = min(part_size, _MAX_SLICE_BYTES) // BLOCK_SIZE_BYTES * BLOCK_SIZE_BYTES
     return PartPlan(
         part_size_bytes=part_size,

@@ -120,20 +120,20 @@ class Silence:
 
     def __init__(self, store: ObjectStore, key: str, progress: Progress) -> None:
         self._store, self.key, self.progress = store, key, progress
-        self._question: Future[ObjectMeta] | None = None
-        self._error: StoreUnavailableError | None = None
-        self._is_long = False
+        self._question: Future[ObjectMeta] | None = None  # under way, or not looked at yet
+        self._question_error: StoreUnavailableError | None = None  # of the one before
+        self._is_long_silence = False  # since the user was told, until a question is answered
         self._heard_at = time.monotonic()
 
     def heard(self) -> None:
         """Record a sign of life, which in a long silence only the answer to the question is."""
-        if not self._is_long:
+        if not self._is_long_silence:
             self._heard_at = time.monotonic()
             self.progress.alive()
 
     def wait(self) -> None:
         """Wait while the silence is long: parts that are begun then would only fail, too."""
-        while self._is_long:
+        while self._is_long_silence:
             self.progress.check_stopped()
             time.sleep(STEP_SECONDS)
 
@@ -150,24 +150,26 @@ class Silence:
                 question with all its tries.
         """
         self.progress.check_stalled(f"upload of {self.key}")
-        asked = self._question
-        if asked is not None and asked.done():
-            self._question, error = None, asked.exception()
-            self._error = error if isinstance(error, StoreUnavailableError) else None
-            if self._error is None:
-                self._is_long, self._heard_at = False, time.monotonic()
+        question = self._question
+        if question is not None and question.done():
+            # Any other error is an answer: the store is there.
+            self._question, error = None, question.exception()
+            self._question_error = error if isinstance(error, StoreUnavailableError) else None
+            if self._question_error is None:
+                self._is_long_silence, self._heard_at = False, time.monotonic()
         seconds = time.monotonic() - self._heard_at
-        if self._question is None and (self._error or (is_open and seconds > _ASK_SECONDS)):
+        is_time_to_ask = is_open and seconds > _ASK_SECONDS
+        if self._question is None and (self._question_error or is_time_to_ask):
             self._question = run_in_thread(partial(self._store.head, self.key), "question")
-        if asked is not None and seconds > _REPORT_SECONDS:
-            self._is_long = True
+        if question is not None and seconds > _REPORT_SECONDS:
+            self._is_long_silence = True
             self._report_once(parts, seconds)
-        if self._is_long and self._error is not None and not parts:
-            self._error.message = (
+        if self._is_long_silence and self._question_error is not None and not parts:
+            self._question_error.message = (
                 f"PUT of parts of {self.key}: no answer for {seconds:.0f} s, nor to other requests"
-                f" since: {self._error.message}"
+                f" since: {self._question_error.message}"
             )
-            raise self._error
+            raise self._question_error
 
     def _report_once(self, parts: int, seconds: float) -> None:
         """Warn the user and emit an event, once in a save."""

@@ -19,9 +19,9 @@ T = TypeVar("T")
 # connection and 10 ms to the first byte, a request costs as much as 1 MiB. The limit is well below
 # that, because bytes are billed and cached, too.
 DEFAULT_GAP_BYTES = 256 * 1024
-# From how many requests on `grown_request_size` goes beyond what is configured, and how far.
+# From so many requests on, `grown_request_size` makes them larger than configured, up to this size.
 _NEAR = 32, 32 * MIB
-# 64 are in flight: two for each of them at least, and 1 GiB at most.
+# Up to 64 are in flight to a far store: two for each of them at least, and 1 GiB at most.
 _FAR = 128, 16 * MIB
 
 
@@ -63,6 +63,7 @@ def plan_requests(
     requests: list[RangeRequest[T]] = []
     current: RangeRequest[T] | None = None
     for span in sorted(spans, key=lambda span: (span.object_number, span.start, span.end)):
+        # Extend the current request if it is of the same object, near enough and not too large.
         if (
             current is not None
             and span.object_number == current.object_number
@@ -95,15 +96,16 @@ def cut(request: RangeRequest[T], piece_size_bytes: int) -> list[RangeRequest[T]
     """Cut a request into pieces that can be consumed one after the other; split no span.
 
     A piece is larger than `piece_size_bytes` only if overlapping spans are. There are no gaps
-    between pieces, so that one body can be cut into them.
+    between pieces, so that one body can be cut into them. A request without spans is one piece.
     """
     pieces: list[RangeRequest[T]] = [] if request.spans else [request]
     for span in request.spans:
-        last = pieces[-1] if pieces else None
-        if last is None or (span.start >= last.end and span.end - last.start > piece_size_bytes):
-            start = request.start if last is None else last.end
-            last = RangeRequest(request.object_number, start, start)
-            pieces.append(last)
-        last.end = max(last.end, span.end)
-        last.spans.append(span)
+        piece = pieces[-1] if pieces else None
+        # A span that begins before the end of the last piece belongs to that piece, too.
+        if piece is None or (span.start >= piece.end and span.end - piece.start > piece_size_bytes):
+            start = request.start if piece is None else piece.end
+            piece = RangeRequest(request.object_number, start, start)
+            pieces.append(piece)
+        piece.end = max(piece.end, span.end)
+        piece.spans.append(span)
     return pieces

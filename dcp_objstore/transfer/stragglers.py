@@ -44,8 +44,9 @@ class Stragglers(Generic[T]):
         self._repeats_left = max(_LEAST_REPEATS, requests // _REPEATED_SHARE)
         self._clock = clock
         self._lock = threading.Lock()
+        # When each wait began, and its counted bytes; the longest wait first.
         self._waits: dict[T, tuple[float, int]] = {}
-        self._usual: deque[float] = deque(maxlen=_LATEST_WAITS)  # seconds per counted byte
+        self._byte_times: deque[float] = deque(maxlen=_LATEST_WAITS)  # seconds per counted byte
 
     @contextmanager
     def waiting(self, key: T, size_bytes: int, since: float = math.inf) -> Iterator[None]:
@@ -67,7 +68,7 @@ class Stragglers(Generic[T]):
         finally:
             with self._lock:
                 is_mine = self._waits.pop(key, None) is not None
-                self._usual.append((self._clock() - min(since, began_at)) / counted_bytes)
+                self._byte_times.append((self._clock() - min(since, began_at)) / counted_bytes)
             if not is_mine:
                 raise StragglerError
 
@@ -82,12 +83,13 @@ class Stragglers(Generic[T]):
             The wait whose request was given up, or None.
         """
         with self._lock:
-            if not self._repeats_left or len(self._usual) < _LEAST_WAITS:
+            if not self._repeats_left or len(self._byte_times) < _LEAST_WAITS:
                 return None
             now = self._clock()
-            limit = _SLOW_FACTOR * statistics.median(self._usual)
-            for key, (at, counted_bytes) in self._waits.items():
-                if now - at > max(_LEAST_SECONDS, limit * counted_bytes) and give_up(key):
+            slow_seconds_per_byte = _SLOW_FACTOR * statistics.median(self._byte_times)
+            for key, (began_at, counted_bytes) in self._waits.items():
+                slow_seconds = max(_LEAST_SECONDS, slow_seconds_per_byte * counted_bytes)
+                if now - began_at > slow_seconds and give_up(key):
                     del self._waits[key]
                     self._repeats_left -= 1
                     return key

@@ -53,11 +53,11 @@ from dcp_objstore.transfer.progress import Progress, Silence
 T = TypeVar("T")
 
 
-# Up to so many parts that are uploaded are not counted before the object is, or half of all:
-# with fewer under way, the first save to a far store would take a quarter longer.
-_LEAST_AHEAD = 8
+# So many parts may be in flight at least, or half of all, although only the end of the object shows
+# that the last ones are uploaded: with fewer, the first save to a far store takes a quarter longer.
+_LEAST_IN_FLIGHT = 8
 # An object is sent again so often, from its start, if the store has lost its upload.
-_MOST_UPLOADS_AGAIN = 2
+_MOST_RETRIES = 2
 # The time for a stopped upload to send its abort, before its thread is left behind.
 _ABORT_GRACE_SECONDS = 5.0
 
@@ -87,10 +87,18 @@ class Uploaded:
 
 @dataclass(slots=True)
 class _Part:
-    """One part: the buffers that the transport holds, and whether it has all of them."""
+    """One part that is being handed to the transport, or has been.
+
+    Attributes:
+        number: its position in the object.
+        row: its row in a trace: parts that are under way at a time have different ones.
+        size_bytes: the size of what was handed over so far.
+        held: references to the buffers that the transport still holds, by their `id`.
+        is_whole: whether all of its buffers were handed over.
+    """
 
     number: int
-    worker: int
+    row: int
     began_at: float
     size_bytes: int = 0
     held: dict[int, weakref.ref[Any]] = field(default_factory=dict)
@@ -98,7 +106,7 @@ class _Part:
     ended_at: float = 0.0
 
 
-class _Tracked:
+class _TrackedBuffers:
     """Yields buffers, cut where a part ends, and knows which parts the store has.
 
     A buffer may be dropped in any thread, even during another call here. So there are no locks, and
@@ -110,9 +118,9 @@ class _Tracked:
             of the parts that were uploaded.
         part_size_bytes: the size of every part but the last.
         slot: the place of the requests in the window.
-        ahead: the largest number of parts that the transport may have without a good answer when it
-            asks for more.
-        counted: the number of parts that an earlier upload of the object has reported.
+        most_unanswered: the largest number of parts that the transport may have without a good
+            answer when it asks for more.
+        reported_before: the number of parts that an earlier upload of the object has reported.
 
     Attributes:
         check_stopped: a function that raises if the upload must stop.
@@ -127,20 +135,23 @@ class _Tracked:
         *,
         part_size_bytes: int,
         slot: AdmissionSlot,
-        ahead: int,
-        counted: int = 0,
+        most_unanswered: int,
+        reported_before: int = 0,
     ) -> None:
         self._silence, self._progress, self._slot = silence, silence.progress, slot
         self._buffers = iter(buffers)
-        self._part_size_bytes, self._ahead, self._counted = part_size_bytes, ahead, counted
-        self._rest: ByteArray | None = None
+        self._part_size_bytes, self._most_unanswered = part_size_bytes, most_unanswered
+        self._reported_before = reported_before
+        self._rest: ByteArray | None = None  # of a buffer that was cut where a part ends
         self._taken_early: deque[ByteArray] = deque()  # by `take_whole`, of more than one part
-        self._filling: _Part | None = None
+        self._filling: _Part | None = None  # the part that the last buffer belongs to
         self._under_way: dict[int, _Part] = {}
-        self._dropped: deque[_Part] = deque()  # the slot does not know yet how they ended
-        self._ended: deque[_Part] = deque()
-        self._free: list[int] = []
-        self._workers = self.uploaded = self.size_bytes = 0
+        # Parts whose buffers were all dropped: the slot does not know yet how they ended, and
+        # `progress` does not know of them.
+        self._dropped: deque[_Part] = deque()
+        self._unreported: deque[_Part] = deque()
+        self._free_rows: list[int] = []  # a heap
+        self._rows = self.uploaded = self.size_bytes = 0
         # Within `__next__`: then no request need be open, and the store may be silent.
         self._transport_waits = False
         self.check_stopped = self._progress.check_stopped
@@ -149,7 +160,7 @@ class _Tracked:
         return self
 
     def take_whole(self) -> Sequence[ByteArray] | None:
-        """Return all buffers if they fit into one part; otherwise keep those that were taken."""
+        """Return all buffers if they fit into one part; else keep the first for `__next__`."""
         while self.size_bytes <= self._part_size_bytes:
             try:
                 self._taken_early.append(self._take())
@@ -180,19 +191,23 @@ class _Tracked:
         for part in list(self._under_way.values()):
             part.held.clear()
             self._end_if_dropped(part)
-        self._go_on()
+        self._count_dropped_as_answered()
         self._report(MAX_PARTS)
 
-    def _go_on(self) -> None:
-        """Count the parts that were dropped as answered: had one failed, this would be the end."""
+    def _count_dropped_as_answered(self) -> None:
+        """Tell the slot that the parts that were dropped have got a good answer.
+
+        It is called when the transport goes on: it would not, had one failed.
+        """
         while self._dropped:
             part = self._dropped.popleft()
             self._slot.end(part.number, part.size_bytes, answered=True)
 
     def _take(self) -> ByteArray:
         """Return the next buffer of the content, once its part may be sent."""
-        self._go_on()
-        self._report(self.size_bytes // self._part_size_bytes - self._ahead)
+        self._count_dropped_as_answered()
+        # The store has all whole parts but the last ones, of which there may be no answer yet.
+        self._report(self.size_bytes // self._part_size_bytes - self._most_unanswered)
         self._silence.wait()
         self._progress.check_stopped()
         self._silence.heard()
@@ -204,12 +219,12 @@ class _Tracked:
                 " bytes; raise TransferConfig.part_size_bytes"
             )
         number, rest_bytes = divmod(self.size_bytes + buffer.nbytes, self._part_size_bytes)
-        if buffer.nbytes and not rest_bytes:
+        if buffer.nbytes and not rest_bytes:  # with this buffer the part is whole, and is sent
             self._slot.begin(number - 1, self._progress.check_stopped)
         # Pass on a new view, because the caller may keep a reference to its array.
         view = buffer[:]
         if view.nbytes:
-            self._hand(view)
+            self._hand_over(view)
         return view
 
     def _next_within_a_part(self) -> ByteArray:
@@ -229,14 +244,14 @@ class _Tracked:
             buffer, self._rest = buffer[:room_bytes], buffer[room_bytes:]
         return buffer
 
-    def _hand(self, view: ByteArray) -> None:
+    def _hand_over(self, view: ByteArray) -> None:
         """Count a buffer that is handed over, and watch for the transport to drop it."""
         part = self._filling
         if part is None:
-            worker = heapq.heappop(self._free) if self._free else self._workers
-            self._workers = max(self._workers, worker + 1)
+            row = heapq.heappop(self._free_rows) if self._free_rows else self._rows
+            self._rows = max(self._rows, row + 1)
             number = self.size_bytes // self._part_size_bytes
-            part = self._filling = self._under_way[number] = _Part(number, worker, time.monotonic())
+            part = self._filling = self._under_way[number] = _Part(number, row, time.monotonic())
         part.size_bytes += view.nbytes
         self.size_bytes += view.nbytes
         part.held[id(view)] = weakref.ref(view, partial(self._drop, part, id(view)))
@@ -250,8 +265,9 @@ class _Tracked:
             part.is_whole = True
             self._end_if_dropped(part)
 
-    def _drop(self, part: _Part, token: int, _: object) -> None:
-        part.held.pop(token, None)
+    def _drop(self, part: _Part, buffer_id: int, _: object) -> None:
+        """Note that the transport has dropped a buffer; a weak reference calls this."""
+        part.held.pop(buffer_id, None)
         self._end_if_dropped(part)
 
     def _end_if_dropped(self, part: _Part) -> None:
@@ -259,18 +275,21 @@ class _Tracked:
         # If several threads see that the part has ended, only one of them gets it.
         if part.is_whole and not part.held and self._under_way.pop(part.number, None) is not None:
             part.ended_at = time.monotonic()
-            heapq.heappush(self._free, part.worker)
+            heapq.heappush(self._free_rows, part.row)
             self._slot.release(part.number)
             self._dropped.append(part)
-            self._ended.append(part)
+            self._unreported.append(part)
             self._silence.heard()
 
     def _report(self, parts: int) -> None:
-        """Report so many parts as uploaded, those that ended first."""
-        while self.uploaded < parts and self._ended:
-            part = self._ended.popleft()
+        """Report parts as uploaded until there are so many, those that ended first.
+
+        An upload that takes another one's place begins to report where that one had come to.
+        """
+        while self.uploaded < parts and self._unreported:
+            part = self._unreported.popleft()
             self.uploaded += 1
-            if self.uploaded <= self._counted:
+            if self.uploaded <= self._reported_before:
                 continue
             self._progress.moved(part.size_bytes)
             if self._progress.channel is not None:
@@ -281,7 +300,7 @@ class _Tracked:
                     object_key=self._silence.key,
                     part=part.number,
                     size_bytes=part.size_bytes,
-                    worker=part.worker,
+                    worker=part.row,
                 )
 
 
@@ -318,10 +337,11 @@ def upload_object(
         UploadLostError: the store lost the upload, and those that were begun in its place.
         UnsupportedError: the buffers need more parts than an object may have.
     """
-    limiter, counted = limiter_of(store), 0
+    limiter, reported_before = limiter_of(store), 0
     began_at = time.monotonic()
-    again = 0 if isinstance(buffers, Iterator) else min(config.max_retries, _MOST_UPLOADS_AGAIN)
-    tries = Tries(RetryPolicy(again, math.inf), on_retry=partial(_report_again, key))
+    # An iterator cannot be read from its start again.
+    most_retries = 0 if isinstance(buffers, Iterator) else min(config.max_retries, _MOST_RETRIES)
+    tries = Tries(RetryPolicy(most_retries, math.inf), on_retry=partial(_report_retry, key))
     while True:
         slot = admission_slot(
             store,
@@ -330,26 +350,26 @@ def upload_object(
             concurrency=config.upload_concurrency,
             request_bytes=plan.part_size_bytes,
         )
-        ahead = min(most, slot.most, max(slot.concurrency, _LEAST_AHEAD, plan.parts // 2))
-        ahead = at_most(config.upload_concurrency, ahead)
-        tracked = _Tracked(
+        in_flight = min(most, slot.most, max(slot.concurrency, _LEAST_IN_FLIGHT, plan.parts // 2))
+        in_flight = at_most(config.upload_concurrency, in_flight)
+        tracked = _TrackedBuffers(
             buffers,
             Silence(store, key, progress),
             part_size_bytes=plan.part_size_bytes,
             slot=slot,
-            ahead=max(2, ahead),
-            counted=counted,
+            most_unanswered=max(2, in_flight),  # `put_stream` may always have two
+            reported_before=reported_before,
         )
-        send = partial(_send, store, key, tracked, slot, plan, most=ahead, is_own=is_own)
+        send = partial(_send, store, key, tracked, slot, plan, most=in_flight, is_own=is_own)
         try:
             with closing(slot):
                 version = run_watched(send, f"upload of {key}", progress, tracked.check)
             break
         except UploadLostError as error:
-            if tries.retries == again or not limiter.spend_retry():
+            if tries.retries == most_retries or not limiter.spend_retry():
                 error.message += f" (begun {tries.retries + 1} times)" if tries.retries else ""
                 raise
-            counted = max(counted, tracked.uploaded)
+            reported_before = max(reported_before, tracked.uploaded)
             tries.pause(error)
     tracked.end()
     size_bytes = tracked.size_bytes
@@ -364,14 +384,19 @@ def upload_object(
 def _send(
     store: ObjectStore,
     key: str,
-    tracked: _Tracked,
+    tracked: _TrackedBuffers,
     slot: AdmissionSlot,
     plan: PartPlan,
     *,
     most: int,
     is_own: bool,
 ) -> Version:
-    """Send the requests of one upload, in the thread that `run_watched` starts."""
+    """Send the requests of one upload, in the thread that `run_watched` starts.
+
+    Args:
+        most: the largest number of parts in flight.
+        is_own: see `upload_object`.
+    """
     whole = tracked.take_whole()
     if whole is not None:
         slot.begin(0, tracked.check_stopped)
@@ -383,14 +408,16 @@ def _send(
             key, tracked, part_size_bytes=plan.part_size_bytes, max_concurrency=most
         )
     except UploadLostError:
-        # The end of the upload took effect, its answer was lost, and the next try heard this.
+        # It may be complete: if the answer to the request that completes it is lost, the retry of
+        # that request hears that there is no such upload.
         with suppress(DcpObjstoreError):
             if is_own and (meta := store.head(key)).size_bytes == tracked.size_bytes:
                 return meta.version
         raise
 
 
-def _report_again(key: str, number: int, error: Exception, began_at: float) -> None:
+def _report_retry(key: str, number: int, error: Exception, began_at: float) -> None:
+    """Emit an event for an upload that is begun again; `Tries` calls this."""
     channel = current_channel()
     if channel is not None:
         channel.retried("request", key, attempt=number, error=str(error), began_at=began_at)
@@ -414,12 +441,12 @@ def run_watched(
     try:
         return result_of(future, check=check, step_seconds=WATCH_SECONDS)
     except BaseException as error:
-        if future.done():
+        if future.done():  # the error is the task's own
             raise
         progress.stop(error)
         try:
-            ended = future.exception(timeout=_ABORT_GRACE_SECONDS)
-            leftover = LEFTOVER_ADVICE if LEFTOVER_ADVICE in str(ended) else ""
+            task_error = future.exception(timeout=_ABORT_GRACE_SECONDS)
+            leftover = LEFTOVER_ADVICE if LEFTOVER_ADVICE in str(task_error) else ""
         except FutureTimeoutError:
             leftover = f"the request did not end: {LEFTOVER_ADVICE}"
         if leftover and isinstance(error, DcpObjstoreError):

@@ -39,6 +39,7 @@ class DaemonPool:
             spawn(self._work, f"{name}-{number}")
 
     def _work(self) -> None:
+        """Run tasks in this thread until None is taken, which `__exit__` puts for each thread."""
         while (task := self._tasks.get()) is not None:
             run_into(*task)
             del task  # buffers must not outlive their task while this thread waits for the next
@@ -78,12 +79,12 @@ def concurrently(*calls: Callable[[], Any]) -> list[Any]:
     raised. If that error is StoreUnavailableError, or on Ctrl-C, this does not wait for the calls
     after it: they go on, and their outcome is not known.
     """
-    first: Future[Any] = Future()
-    futures = [first, *(run_in_thread(call, "request") for call in calls[1:])]
+    here: Future[Any] = Future()
+    futures = [here, *(run_in_thread(call, "request") for call in calls[1:])]
     try:
-        first.set_result(calls[0]())
+        here.set_result(calls[0]())
     except Exception as error:  # noqa: BLE001 - raised below; Ctrl-C is raised at once
-        first.set_exception(error)
+        here.set_exception(error)
     for future in futures:
         wait_in_steps(partial(has_ended, future))
         if isinstance(future.exception(), StoreUnavailableError):
