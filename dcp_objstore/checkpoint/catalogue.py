@@ -142,10 +142,15 @@ def read_standing(run: ObjectStore, open_step: OpenBelow, *, expected: bool = Fa
 
 
 def base_by(claim: ClaimRecord, marker: Marker | None) -> int:
-    """Return the base of a run, by its claim and the marker of the step in `going_back`."""
+    """Return the base of a run, by its claim and the marker of the step in `going_back`.
+
+    For example, `_CLAIM` has base 3 and a `going_back` with claim 5. As soon as the marker of that
+    step has base 5, too, its commit is made, and the base is 5; until then it is 3.
+    """
     back = claim.going_back
-    done = back is not None and marker is not None and marker.base == back.claim
-    return back.claim if back is not None and done else claim.base
+    if back is None or marker is None or marker.base != back.claim:
+        return claim.base
+    return back.claim
 
 
 def counts(marker: Marker, base: int) -> bool:
@@ -251,7 +256,8 @@ def can_be_in_url(prefix: str, below: str) -> bool:
 def read_entry(name: str, store: ObjectStore, objects: Objects) -> Entry:
     """Read the marker of a checkpoint. One GET; another one if the answer contradicts the listing.
 
-    Then the marker was written again since it was listed, or the answer was another object's.
+    It does so if the listing lacks the index that the marker names: then the marker was written
+    again since it was listed, or the answer was another object's. The second answer is believed.
     """
     try:
         stored = read_marker(store, expected=True)
@@ -267,11 +273,14 @@ class Markers(dict[str, Entry]):
     """The markers of a run that were read, by the names of their steps, for the next listing."""
 
     def read(self, name: str, store: ObjectStore, objects: Objects) -> Entry:
-        """Read a marker, unless the listing shows that it was not written since it was read."""
-        known = self.get(name)
-        if known is None or known.error or known.objects[MARKER_KEY] != objects[MARKER_KEY]:
-            known = self[name] = read_entry(name, store, objects)
-        return known
+        """Read a marker, unless the listing shows that it was not written since it was read.
+
+        One that could not be read is read again.
+        """
+        entry = self.get(name)
+        if entry is None or entry.error or entry.objects[MARKER_KEY] != objects[MARKER_KEY]:
+            entry = self[name] = read_entry(name, store, objects)
+        return entry
 
     def forget_others(self, objects_at: Mapping[str, Objects]) -> None:
         """Forget the markers of steps that a listing lacks."""
@@ -287,10 +296,12 @@ def step_names(objects_at: Mapping[str, Objects], *, bare: bool = False) -> set[
             while a committed step also has its index, which was put before the marker. So without
             this, deleted steps cost no requests.
     """
+    directly_below = (name for name in objects_at if name and "/" not in name)
+    least = 1 if bare else 2  # objects, the marker among them
     return {
         name
-        for name, objects in objects_at.items()
-        if name and "/" not in name and MARKER_KEY in objects and (bare or len(objects) > 1)
+        for name in directly_below
+        if MARKER_KEY in objects_at[name] and len(objects_at[name]) >= least
     }
 
 
@@ -385,6 +396,7 @@ def list_run(
             if entry.error is not None or counts(entry.marker, standing.base)
         )
         steps = list(islice(counting, newest))
+        # Otherwise another job has claimed the run, and the steps may be of neither claim.
         if read_standing(run, open_step) == standing:
             return Catalogue(*standing, objects_at, steps[::-1])
         pause_or_raise(
@@ -402,7 +414,8 @@ def next_step(run: ObjectStore, open_step: OpenBelow, name: str) -> str | None:
     claim, base = read_standing(run, open_step)
     if claim is None:
         return None
-    own = natural_order(name)
-    later = {at: objects for at, objects in list_by_prefix(run).items() if natural_order(at) > own}
-    names = [step.name for step in read_steps(later, open_step) if counts(step.marker, base)]
-    return names[-1] if names else None
+    own_order = natural_order(name)
+    objects_at = list_by_prefix(run)
+    later = {step: objects_at[step] for step in objects_at if natural_order(step) > own_order}
+    names = [entry.name for entry in read_steps(later, open_step) if counts(entry.marker, base)]
+    return names[-1] if names else None  # `read_steps` begins with the last name

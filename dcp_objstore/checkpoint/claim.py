@@ -95,8 +95,8 @@ class RunClaim:
 
     def __post_init__(self) -> None:
         """Refuse values that `claim_run` never returns."""
-        whole = type(self.number) is int  # no bool
-        if not isinstance(self.url, str) or not whole or not 0 < self.number <= MAX_CLAIM:
+        is_number = type(self.number) is int and 0 < self.number <= MAX_CLAIM  # and not a bool
+        if not isinstance(self.url, str) or not is_number:
             raise errors.ConfigError("a RunClaim comes from dcp_objstore.claim_run")
 
 
@@ -114,6 +114,7 @@ def check_claim(claim: RunClaim | None, step: StoreSpec) -> int | None:
             f"claim must be what dcp_objstore.claim_run returned, got {type(claim).__name__}"
         )
     run, _ = step.parent()
+    # `at` writes the claim's URL as it writes the step's.
     if run is None or run.url != step.at(claim.url).url:
         raise errors.InputError(
             f"the claim is for the run {claim.url}, but this step is not directly below it",
@@ -155,7 +156,8 @@ def claim_run(
     if known:
         last = known.record.number
     else:
-        last = _last_claim(_read_all(list_by_prefix(run), open_step, bare=True))
+        # The run had no `_CLAIM`, or lost it: its markers, tombstones too, know the last number.
+        last = _latest_claim(_read_all(list_by_prefix(run), open_step, bare=True))
     return _take(run, open_step, known, number=last + 1, clock=clock)
 
 
@@ -192,8 +194,8 @@ def go_back(
         CheckpointCorruptError, UnsupportedError: `_CLAIM` or the marker of a step that is kept
             cannot be read; this job has lost its claim.
     """
-    known = _owned(run, read_claim(run, expected=True), number)
-    return _take(run, open_step, known, number=number + 1, keeps=keeps, saves=step, clock=clock)
+    known = _require_own(run, read_claim(run, expected=True), number)
+    return _take(run, open_step, known, number=number + 1, keeps=keeps, decider=step, clock=clock)
 
 
 def _take(
@@ -203,25 +205,29 @@ def _take(
     *,
     number: int,
     keeps: Callable[[str], bool] = lambda _: True,
-    saves: str = "",
+    decider: str = "",
     clock: Clock,
 ) -> int:
     """Claim the run with this number, or a later one, and adopt the steps that `keeps` names.
 
     Args:
-        known: what `_CLAIM` was read as, which each PUT of it must find unchanged.
-        keeps: whether a step, by its name, is adopted. Default: each one.
-        saves: the name of the step whose commit raises the base, if this job goes back to an
-            earlier step. Default: the claim itself raises it.
+        known: `_CLAIM` as it was read, which the first PUT of it must find unchanged; None if there
+            was none.
+        keeps: returns whether a step, by its name, is adopted. Default: each one is.
+        decider: if this job goes back to an earlier step, the name of the step whose commit decides
+            and raises the base. Default: the claim itself raises it.
+
+    Returns:
+        The number of the claim that this job has now.
     """
-    before = known.record if known else ClaimRecord(number=number, base=0, write_id=new_id())
+    old = known.record if known else ClaimRecord(number=number, base=0, write_id=new_id())
     tries = clock.tries()
 
     def put(version: Version | None, base: int, back: GoingBack | None) -> Version:
-        """Put `_CLAIM`, and return its new version."""
+        """Put `_CLAIM` with `number` as it is now; return its new version, or raise."""
         record = ClaimRecord(number=number, base=base, going_back=back, write_id=new_id())
         seen = _swap(run, record, version, clock).stored
-        if known and seen and _is_as_before(seen.record, known.record):
+        if known and seen and _says_the_same(seen.record, known.record):
             # The PUT was refused because the last job has noted since that it is finished.
             _swap(run, record, seen.version, clock)
         again = read_claim(run, expected=True)
@@ -233,32 +239,33 @@ def _take(
             )
         return again.version
 
-    claimed = put(known.version if known else None, before.base, before.going_back)
-    base = _base_for_good(open_step, before, number, tries)
+    claim_version = put(known.version if known else None, old.base, old.going_back)
+    base = _decide_base(open_step, old, number, tries)
     # This job may go back to save the step that the last one would have saved. Then the fence of
     # that step has this number, and only a later number tells the commit from the fence.
-    least = number + 1 if saves and before.going_back else number
+    least_number = number + 1 if decider and old.going_back else number
     while True:
         objects_at = list_by_prefix(run)
         steps = _read_all(objects_at, open_step, keeps=keeps)
         counting = [step for step in steps if counts(step.marker, base)]
         kept = [step for step in counting if keeps(step.name)]
         dropped = [step for step in counting if not keeps(step.name)]
-        later = max(_last_claim(steps), _last_claim(dropped) + 1, least)
-        if later > number:
+        # Not below that of any step, above those of the dropped steps, so that they stop counting.
+        needed_number = max(_latest_claim(steps), _latest_claim(dropped) + 1, least_number)
+        if needed_number > number:
             # `_CLAIM` still has our number, so no job of this run has a later one: a step with it
             # was copied here from another run.
-            number = later
-            claimed = put(claimed, before.base, before.going_back)
+            number = needed_number
+            claim_version = put(claim_version, old.base, old.going_back)
         # List once more, because a listing may lack a step.
         if _adopt(kept, number, clock) and step_names(list_by_prefix(run)) <= step_names(
             objects_at
         ):
-            if saves:
-                put(claimed, base, GoingBack(step=saves, claim=number))
-                _log_dropped(run, saves, dropped)
+            if decider:
+                put(claim_version, base, GoingBack(step=decider, claim=number))
+                _log_dropped(run, decider, dropped)
             else:
-                put(claimed, number, None)
+                put(claim_version, number, None)
             return number
         pause_or_raise(
             run,
@@ -267,10 +274,15 @@ def _take(
         )
 
 
-def _base_for_good(open_step: OpenBelow, claim: ClaimRecord, number: int, tries: Tries) -> int:
-    """Return the base of the run; after this, no commit of a job that is going back changes it.
+def _decide_base(open_step: OpenBelow, claim: ClaimRecord, number: int, tries: Tries) -> int:
+    """Decide the base of a run that another job had claimed, and return it.
 
-    Either that commit has taken effect, or the step is fenced with the number of the new claim.
+    That job may have been going back, and the commit that raises the base may still be under way.
+    Afterwards it has taken effect, or the step is fenced, so that it never will (rule C2).
+
+    Args:
+        claim: `_CLAIM` before this job claimed the run.
+        number: the number of this job's claim.
     """
     if claim.going_back is None:
         return claim.base
@@ -280,7 +292,7 @@ def _base_for_good(open_step: OpenBelow, claim: ClaimRecord, number: int, tries:
         if stored is None:
             fence = put_tombstone(step, tries, base=number)
         elif base_by(claim, stored.record) != claim.base:
-            return claim.going_back.claim
+            return claim.going_back.claim  # that commit has taken effect
         else:
             fence = rewrite_marker(step, stored, "the fence", tries, base=number)
         if fence is not None:
@@ -304,7 +316,8 @@ def _swap(
     )
 
 
-def _is_as_before(seen: ClaimRecord, known: ClaimRecord) -> bool:
+def _says_the_same(seen: ClaimRecord, known: ClaimRecord) -> bool:
+    """Return whether two records differ at most in `finished`, which no rule looks at."""
     return (seen.number, seen.base, seen.going_back) == (known.number, known.base, known.going_back)
 
 
@@ -317,17 +330,18 @@ def _adopt(steps: Sequence[Entry], number: int, clock: Clock) -> bool:
         rewritten = rewrite_marker(step.store, step.stored, what, clock.tries(), claim=number)
         return rewritten is not None
 
+    # A list, so that every step is tried.
     return all(list(in_waves(adopt, [step for step in steps if step.marker.claim < number])))
 
 
-def _log_dropped(run: ObjectStore, saves: str, dropped: Sequence[Entry]) -> None:
+def _log_dropped(run: ObjectStore, decider: str, dropped: Sequence[Entry]) -> None:
     """Warn of the steps that a save after going back makes stop counting."""
     if dropped:
         logger.warning(
             "%s: this job went back to an earlier step. When %s is saved, these %d steps no longer"
             " count: %s",
             run.url,
-            saves,
+            decider,
             len(dropped),
             first_few([step.name for step in reversed(dropped)], 8),
         )
@@ -366,7 +380,8 @@ def _read_all(
     return steps
 
 
-def _last_claim(steps: Iterable[Entry]) -> int:
+def _latest_claim(steps: Iterable[Entry]) -> int:
+    """Return the largest number of a claim in the markers of these steps; 0 if there are none."""
     return max((step.marker.claim for step in steps), default=0)
 
 
@@ -385,7 +400,7 @@ def refuse_uncounted(run: ObjectStore, number: int) -> None:
     """
     claim = read_claim(run, expected=number > 0)
     if number:
-        _owned(run, claim, number)
+        _require_own(run, claim, number)
     elif claim is not None:
         raise errors.SupersededError(
             f"a job has claimed this run (claim {claim.record.number}), and this save has no claim,"
@@ -417,7 +432,7 @@ def confirm(
             stored = read_claim(run, expected=True)
             break
         except errors.CorruptDataError:
-            raise
+            raise  # `_CLAIM` is damaged: `read_claim` has read it twice
         except errors.DcpObjstoreError as error:
             if not isinstance(error, errors.RetryableError) or not tries.pause():
                 raise errors.CommitUnknownError(
@@ -426,7 +441,7 @@ def confirm(
                     advice="look at the run before you go on",
                     url=run.url,
                 ) from error
-    stored = _owned(run, stored, number)
+    stored = _require_own(run, stored, number)
     if goes_back:
         record = ClaimRecord(number=number, base=number, write_id=new_id())
         try:
@@ -434,12 +449,15 @@ def confirm(
         except errors.DcpObjstoreError as error:
             logger.warning("the base of %s stays %d: %s", run.url, stored.record.base, error)
         else:
+            # If it was refused and `_CLAIM` has our number still, the next claim raises the base.
             if not outcome.landed:
-                _owned(run, outcome.stored, number)
+                _require_own(run, outcome.stored, number)
 
 
-def _owned(run: ObjectStore, claim: Stored[ClaimRecord] | None, number: int) -> Stored[ClaimRecord]:
-    """Return the `_CLAIM` that was read; raise unless it has this number."""
+def _require_own(
+    run: ObjectStore, claim: Stored[ClaimRecord] | None, number: int
+) -> Stored[ClaimRecord]:
+    """Return the `_CLAIM` that was read; raise unless it has this job's number."""
     if claim is None or claim.record.number < number:
         raise errors.CheckpointCorruptError(
             "the run's _CLAIM was removed, or replaced by an older one (this job has claim"
@@ -468,8 +486,8 @@ def finish(run: ObjectStore, number: int, *, clock: Clock = SYSTEM_CLOCK) -> Non
         CommitUnknownError: no clear answer before the deadline; it is safe to call this again.
         CheckpointCorruptError, UnsupportedError: `_CLAIM` cannot be read.
     """
-    known = _owned(run, read_claim(run, expected=True), number)
+    known = _require_own(run, read_claim(run, expected=True), number)
     record = msgspec.structs.replace(known.record, finished=True, write_id=new_id())
     outcome = _swap(run, record, known.version, clock)
     if not outcome.landed:
-        _owned(run, outcome.stored, number)
+        _require_own(run, outcome.stored, number)

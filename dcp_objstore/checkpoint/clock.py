@@ -86,10 +86,10 @@ def pause_or_raise(
     tries: Tries,
     text: str = "others kept changing this checkpoint until the deadline; try again",
 ) -> None:
-    """Pause before the next try.
+    """Pause before the next try of a change that another job came before.
 
     Raises:
-        RetryableError: the deadline has passed.
+        RetryableError: the deadline has passed; `text` is its message.
     """
     if not tries.pause():
         raise RetryableError(text, url=store.url)

@@ -71,7 +71,7 @@ from dcp_objstore.checkpoint.names import (
     new_nonce,
 )
 from dcp_objstore.checkpoint.publish import if_metadata_unchanged
-from dcp_objstore.checkpoint.read import Stored, read_marker
+from dcp_objstore.checkpoint.read import Stored, read_marker, still_stands
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -160,24 +160,27 @@ def take_begin_token(
     """
     beacon = beacon_key(nonce or new_nonce())
     try:
-        *_, seen = workers.concurrently(
-            check, partial(_light, store, beacon), partial(if_metadata_unchanged, store)
+        *_, dot_metadata = workers.concurrently(
+            check, partial(_put_beacon, store, beacon), partial(if_metadata_unchanged, store)
         )
         tries = clock.tries()
-        marker, version = _take_token(store, seen, tries, overwrite=overwrite, claim=claim)
+        marker, version = _take_token(store, dot_metadata, tries, overwrite=overwrite, claim=claim)
     except (InputError, LostRaceError, CorruptDataError):
-        # Not if the store does not answer: then the save would only fail later.
+        # After other errors the store does not answer: another request would only delay the error,
+        # and a sweep removes the beacon.
         remove_beacon(store, beacon)
         raise
-    return BeginToken(marker, version, claim, beacon=beacon, dot_metadata=seen)
+    return BeginToken(marker, version, claim, beacon=beacon, dot_metadata=dot_metadata)
 
 
-def _light(store: ObjectStore, key: str) -> None:
+def _put_beacon(store: ObjectStore, key: str) -> None:
+    """Put the beacon of a save."""
     body = b"A save is under way here, or died before its end.\n"
     try:
         store.put(key, body, retry=False)
     except StoreUnavailableError:
-        # If a web server answers instead of a store, a GET reveals it at once; a PUT is retried.
+        # Perhaps a web server answers instead of a store. Then this GET ends the save at once, and
+        # the PUT below would be retried. Whether the marker is damaged does not matter yet.
         with suppress(CorruptDataError):
             read_marker(store)
         store.put(key, body)
@@ -212,9 +215,10 @@ def _take_token(
     marker = stored.record
     refuse_later(store, marker, claim)
     if marker.state == "deleting":
-        # Before the uploads: if another job finished the deletion later, it would defeat this save.
+        # Now, before the uploads, because a job that finished it later would defeat this save.
         finish_deleting(store, marker.commit_id, tries)
         return _take_token(store, dot_metadata, tries, overwrite=overwrite, claim=claim)
+    # A commit of an earlier claim does not count and is replaced in any case (rule C5 of `claim`).
     if marker.is_committed and not overwrite and marker.claim == claim:
         raise CheckpointExistsError(
             f"a checkpoint is committed here already (commit {marker.commit_id})",
@@ -238,7 +242,8 @@ def _damaged_version(store: ObjectStore, error: CheckpointCorruptError) -> Versi
     """
     try:
         version = store.head(MARKER_KEY).version
-        # Read after the version was taken: if it is whole now, another writer is at work here.
+        # If the marker can be read now, the version may be that of a whole marker, which another
+        # writer has put since. Then this function raises RetryableError below.
         read_marker(store)
     except CheckpointCorruptError:
         if version == Version():
@@ -251,13 +256,13 @@ def _damaged_version(store: ObjectStore, error: CheckpointCorruptError) -> Versi
 
 
 def refuse_later(store: ObjectStore, marker: Marker, claim: int) -> None:
-    """Refuse to replace or delete a marker of a later claim (rule C5 of `claim`).
+    """Refuse to replace or delete a marker of a later claim, or with a later base (rule C5).
 
     Args:
         claim: number of the claim of this job; 0 for none.
 
     Raises:
-        SupersededError: the marker has a later claim than this job.
+        SupersededError: the marker has a later claim or base than this job's claim.
     """
     later = max(marker.claim, marker.base)
     if later > claim:
@@ -304,9 +309,10 @@ def commit_checkpoint(
         InputError: the store refused the PUT for good (rights, credentials), or `user_metadata` is
             not JSON; nothing was committed.
     """
-    make = partial(
+    commit_id = new_id()
+    marker_after = partial(  # makes the marker of this commit, which replaces another marker
         next_marker,
-        commit_id=new_id(),
+        commit_id=commit_id,
         index=IndexRef(
             key=index_key(nonce), size_bytes=len(index), sha256=hashlib.sha256(index).hexdigest()
         ),
@@ -317,51 +323,51 @@ def commit_checkpoint(
         claim=begin.claim,
         base=begin.claim if goes_back else 0,
     )
-    marker = make(begin.marker)
-    ours = marker.commit_id
     try:
         workers.concurrently(
             partial(check_objects, store, objects), partial(_put_index, store, nonce, index)
         )
     except CheckpointCorruptError:
-        # A sweep changes the marker before it removes what a save has uploaded.
+        # Perhaps a sweep removed it: a sweep changes the marker before it removes what a save has
+        # uploaded, so that this save has lost.
         stored = read_marker(store)
         if (stored and stored.version) != begin.version:
             raise _lost(store, stored, begin.claim) from None
         raise
+    marker = marker_after(begin.marker)
     if begin.marker is None and begin.version is not None:
-        marker = msgspec.structs.replace(marker, put_on="")  # the damaged marker's is not known
+        # It replaces a damaged marker, whose write_id is not known.
+        marker = msgspec.structs.replace(marker, put_on="")
     replaced, version, tries = begin.marker, begin.version, clock.tries(on_retry)
-    beaten = 0
+    rivals = 0  # commits of earlier claims that came first and that this commit replaces
     while True:
         outcome = put_marker(
             store,
             marker,
             version,
             tries=tries,
-            what=f"commit {ours}",
-            landed=lambda seen: seen.knows(ours),
+            what=f"commit {commit_id}",
+            landed=lambda seen: seen.knows(commit_id),
             fenced=fenced,
         )
+        stored = outcome.stored  # None if the store's answer to the PUT was clear
         if outcome.landed:
-            seen = outcome.stored
-            superseded = seen is not None and (
-                seen.record.commit_id != ours or not seen.record.is_committed
-            )
+            superseded = stored is not None and not still_stands(stored, commit_id)
             return CommitResult(
-                ours,
+                commit_id,
                 marker,
-                attempts=tries.retries + 1 + beaten,
+                attempts=tries.retries + 1 + rivals,
                 dot_metadata=None if superseded else begin.dot_metadata,
             )
-        if outcome.stored is None or not _yields(outcome.stored.record, replaced, begin.claim):
-            raise _lost(store, outcome.stored, begin.claim)
-        replaced, version = outcome.stored.record, outcome.stored.version
-        beaten += 1
-        marker = make(replaced)
+        if stored is None or not _may_replace(stored.record, replaced, begin.claim):
+            raise _lost(store, stored, begin.claim)
+        replaced, version = stored.record, stored.version
+        rivals += 1
+        marker = marker_after(replaced)
 
 
 def _put_index(store: ObjectStore, nonce: str, index: bytes) -> None:
+    """Put the index. If the store's answer names no version, look whether the index is there."""
     if store.put(index_key(nonce), index) == Version():
         # Perhaps it was not the store that answered: a success names the object's state.
         check_objects(store, [(index_key(nonce), len(index))])
@@ -395,27 +401,31 @@ def check_objects(store: ObjectStore, objects: Sequence[tuple[str, int]]) -> Non
     )
 
 
-def _yields(seen: Marker, token: Marker | None, claim: int) -> bool:
-    """Return whether the commit that beat ours does not count, so that ours may replace it.
+def _may_replace(rival: Marker, replaced: Marker | None, claim: int) -> bool:
+    """Return whether our commit may replace that of a rival, which came first but does not count.
 
     It must have an earlier claim (rule C5 of `claim`), must replace the very marker that this save
     began with, and must not have been rewritten since. Then it has no pins, and no sweep came in
     between, which would have removed the objects without a commit, ours included.
+
+    Args:
+        replaced: the marker that our PUT was to replace; None if there was none.
+        claim: number of our claim.
     """
-    on = ON_NOTHING if token is None else token.write_id
-    return seen.claim < claim and seen.put_on == on
+    expected_put_on = ON_NOTHING if replaced is None else replaced.write_id
+    return rival.claim < claim and rival.put_on == expected_put_on
 
 
-def _lost(store: ObjectStore, seen: Stored[Marker] | None, claim: int) -> LostRaceError:
-    """Return the error of a save whose marker another job changed first."""
-    later = max(seen.record.claim, seen.record.base) if seen else 0
+def _lost(store: ObjectStore, stored: Stored[Marker] | None, claim: int) -> LostRaceError:
+    """Return the error of a save of this claim whose marker another job has changed."""
+    later = max(stored.record.claim, stored.record.base) if stored else 0
     if later > claim:
         return SupersededError(
             f"a newer job took over this run while this save was under way (claim {later}, this job"
             f" has {claim or 'none'}), and nothing was committed. Stop this job",
             url=store.url,
         )
-    winner = f"commit {seen.record.commit_id}" if seen else "the marker was removed"
+    winner = f"commit {stored.record.commit_id}" if stored else "the marker was removed"
     return CommitLostError(
         f"another writer, or a sweep, changed this checkpoint after the save began ({winner}); this"
         " save was not committed, and what the other writer wrote is whole",
@@ -442,14 +452,14 @@ def rewrite_marker(
         CommitUnknownError: no clear answer before the deadline; the PUT may still take effect.
         InputError: the store refused the PUT for good; nothing was changed.
     """
+    # Of the new marker: with a claim or a base it needs the format that has them.
     claim = max(changes.get(name, getattr(stored.record, name)) for name in ("claim", "base"))
     marker = msgspec.structs.replace(
         stored.record,
         **{"write_id": new_id(), "put_on": "", "format": format_of(claim), **changes},
     )
-    return (
-        marker if put_marker(store, marker, stored.version, tries=tries, what=what).landed else None
-    )
+    outcome = put_marker(store, marker, stored.version, tries=tries, what=what)
+    return marker if outcome.landed else None
 
 
 def finish_deleting(store: ObjectStore, commit_id: str, tries: Tries) -> bool:
@@ -465,7 +475,7 @@ def finish_deleting(store: ObjectStore, commit_id: str, tries: Tries) -> bool:
     while True:
         stored = read_marker(store, expected=True)
         if stored is None or stored.record.commit_id != commit_id:
-            return True
+            return True  # without a marker, too: then another program is at work here
         if stored.record.state != "deleting":
             return False
         store.delete(DOT_METADATA_KEY)
@@ -498,9 +508,8 @@ def put_tombstone(store: ObjectStore, tries: Tries, *, base: int = 0) -> Marker 
         base=base,
         created_at=datetime.now(UTC),
     )
-    return (
-        marker if put_marker(store, marker, None, tries=tries, what="a tombstone").landed else None
-    )
+    outcome = put_marker(store, marker, None, tries=tries, what="a tombstone")
+    return marker if outcome.landed else None
 
 
 def put_marker(

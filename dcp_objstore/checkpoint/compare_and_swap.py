@@ -73,38 +73,40 @@ def compare_and_swap(
         InputError: the store refused the PUT for good; nothing was changed.
     """
     condition: Precondition = IfAbsent() if version is None else if_version(store, version)
-    may_still_land = False
-    answer: DcpObjstoreError
+    may_still_land = False  # some PUT of this call was not answered clearly
+    put_error: DcpObjstoreError
     while True:
         try:
-            put = store.put(key, body, precondition=condition if fenced else None, retry=False)
-            if put != Version():
-                return SwapOutcome(True, version=put)
-            # Perhaps it was not the store that answered: a success names the object's state.
-            may_still_land, answer = True, StoreUnavailableError("the answer names no version")
+            written = store.put(key, body, precondition=condition if fenced else None, retry=False)
+            if written != Version():
+                return SwapOutcome(True, version=written)
+            # Perhaps it was not the store that answered: a success names the object's version.
+            may_still_land, put_error = True, StoreUnavailableError("the answer names no version")
         except DcpObjstoreError as error:
             # A refusal of this PUT says nothing about an earlier one that was never answered.
             may_still_land = may_still_land or not isinstance(error, (LostRaceError, InputError))
-            answer = error
-        last = answer
+            put_error = error
+        last_error = put_error
         try:
             stored = read(store)
         except (CheckpointCorruptError, UnsupportedError) as error:
+            # What is there now cannot be read, and another try would not change that.
             raise _unknown(store, what, error) from error
         except DcpObjstoreError as error:
             # Do not report the refusal of the PUT: until the object has been read, the refusal may
             # come from a middlebox, for a PUT that took effect.
-            last = error
+            last_error = error
         else:
             if stored is not None and landed(stored.record):
                 return SwapOutcome(True, stored)
             if (None if stored is None else stored.version) != version:
-                return SwapOutcome(False, stored)
-            if _is_refusal(answer) and not may_still_land:
-                answer.at(object_key=key, url=store.url)
-                raise answer
-        if not tries.pause(last):
-            raise _unknown(store, what, last) from last
+                return SwapOutcome(False, stored)  # another writer was first
+            # The object is unchanged, so the PUT did not take effect, or not yet.
+            if _is_refusal(put_error) and not may_still_land:
+                put_error.at(object_key=key, url=store.url)
+                raise put_error
+        if not tries.pause(last_error):
+            raise _unknown(store, what, last_error) from last_error
 
 
 def _is_refusal(error: DcpObjstoreError) -> bool:
@@ -116,8 +118,13 @@ def _is_refusal(error: DcpObjstoreError) -> bool:
 
 
 def _unknown(store: ObjectStore, what: str, last: DcpObjstoreError) -> CommitUnknownError:
+    """Return the error for a PUT of which it is not known whether it took effect.
+
+    Args:
+        last: the last error, of the PUT or of the read after it.
+    """
     return CommitUnknownError(
-        f"the store did not say whether {what} took effect (last answer: {last}); it still may",
+        f"the store did not say whether {what} took effect; it still may (last answer: {last})",
         advice="look at what is there before you go on",
         url=store.url,
     )

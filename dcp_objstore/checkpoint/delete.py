@@ -131,15 +131,19 @@ def delete(
     age_seconds = 0.0
     if marker.state == "deleted":
         age_seconds = (clock.utc_now() - stored.meta.last_modified).total_seconds()
+    # Without a grace period the age does not matter: the store's clock may be ahead of this host's,
+    # so that it is negative.
+    grace_is_over = not grace_seconds or age_seconds >= grace_seconds
     # Before the marker changes: afterwards a sweep may remove the index at any time.
-    keys = _referenced(store, marker) if age_seconds >= grace_seconds or not grace_seconds else ()
+    keys = _own_keys(store, marker) if grace_is_over else ()
     if marker.state == "deleted" and not keys:
+        # Nothing is left, the grace period is not over, or the index cannot be read.
         raise not_committed(store, stored)
     resumed = marker.state != "committed"
     superseded = False
     if not dry_run:
         if not resumed:
-            _begin(store, stored, claim, tries)
+            _begin_deleting(store, stored, claim, tries)
         superseded = finish_deleting(store, marker.commit_id, tries)
         _remove(store, keys or ())
     return DeleteReport(
@@ -164,7 +168,7 @@ def remove_deleted(store: ObjectStore, commit_id: str) -> None:
     if stored is None or stored.record.commit_id != commit_id:
         return
     if stored.record.state == "deleted":
-        keys = _referenced(store, stored.record)
+        keys = _own_keys(store, stored.record)
         if keys is not None:
             _remove(store, keys)
 
@@ -180,7 +184,10 @@ def check_deletion_grace(grace_seconds: float) -> float:
 
 
 def _remove(store: ObjectStore, keys: Sequence[str]) -> None:
-    """Remove objects, the last one when all others are gone: it says which those are."""
+    """Remove objects, and the index, which is the last key, only when all others are gone.
+
+    So after a crash the index still says what there is to remove.
+    """
     for _ in in_waves(store.delete, keys[:-1]):
         pass
     for key in keys[-1:]:
@@ -188,6 +195,7 @@ def _remove(store: ObjectStore, keys: Sequence[str]) -> None:
 
 
 def _refuse_pinned(store: ObjectStore, marker: Marker) -> None:
+    """Raise CheckpointPinnedError if the marker is that of a pinned commit."""
     if marker.is_committed and marker.pins:
         raise CheckpointPinnedError(
             f"the checkpoint is pinned ({', '.join(marker.pins)}) and was not deleted",
@@ -196,7 +204,7 @@ def _refuse_pinned(store: ObjectStore, marker: Marker) -> None:
         )
 
 
-def _referenced(store: ObjectStore, marker: Marker) -> tuple[str, ...] | None:
+def _own_keys(store: ObjectStore, marker: Marker) -> tuple[str, ...] | None:
     """Return exactly the keys of a commit, the index last, or None if its index cannot be read.
 
     A key that does not have our form is left out, because this package never wrote it.
@@ -208,7 +216,9 @@ def _referenced(store: ObjectStore, marker: Marker) -> tuple[str, ...] | None:
     return tuple(key for key in dict.fromkeys(named) if is_ours(key))
 
 
-def _begin(store: ObjectStore, stored: Stored[Marker], claim: int | None, tries: Tries) -> None:
+def _begin_deleting(
+    store: ObjectStore, stored: Stored[Marker], claim: int | None, tries: Tries
+) -> None:
     """Change the marker to `deleting`, even if others rewrite it at the same time."""
     marker = stored.record
     while not rewrite_marker(store, stored, "the deletion", tries, state="deleting"):

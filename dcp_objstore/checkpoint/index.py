@@ -199,9 +199,10 @@ class _Stored(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LiteralKey(str):
-    """The name, in a path, of a key that is a number, a bool, None or a tuple of such.
+    """The name, in a path, of a key of a dict that is a number, a bool, None or a tuple of such.
 
-    Its text is Python's own, from which `value` gets the key. DCP's flattening leaves it as it is.
+    Its text is that of `repr`, from which `value` gets the key: the key 3 has the name "3". DCP's
+    flattening leaves the name as it is.
     """
 
     __slots__ = ()
@@ -216,12 +217,12 @@ class LiteralKey(str):
 
 
 def plain(step: str | int) -> str | int:
-    """Return a step of a path as DCP has it."""
+    """Return a step of a path as DCP has it: a plain str, or the int of a position in a list."""
     return str.__str__(step) if isinstance(step, LiteralKey) else step
 
 
 def is_literal(step: object) -> bool:
-    """Whether a step of a path is the text of such a key."""
+    """Return whether a step of a path is the text that a `LiteralKey` may have."""
     return isinstance(step, str) and _LITERAL.fullmatch(step) is not None
 
 
@@ -245,18 +246,22 @@ class Index:
     flatten_mapping: dict[str, tuple[str | int, ...]] | None = None
     storage: StorageInfo = field(default_factory=StorageInfo)
     literal_keys: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    # By key: the row of its first item, and for a tensor the position, in `chunk_offsets` and
+    # `chunk_sizes`, of the first number of its first chunk. By row: the number of earlier digests.
     _first_row: dict[str, int] = field(init=False)
-    _first_number: dict[str, int] = field(init=False)
+    _first_extent: dict[str, int] = field(init=False)
     _first_digest: Numbers = field(init=False)
 
     def __post_init__(self) -> None:
+        """Find out where in the columns each key and each row begins."""
         counts = [tensor.chunk_count for tensor in self.tensors.values()]
         rows = itertools.accumulate([*counts, *(1 for _ in self.blobs)], initial=0)
         ndims = [len(tensor.shape) for tensor in self.tensors.values()]
-        numbers = itertools.accumulate(map(int.__mul__, counts, ndims), initial=0)
-        set_field = object.__setattr__
+        extents = itertools.accumulate(map(int.__mul__, counts, ndims), initial=0)
+        set_field = object.__setattr__  # the class is frozen
+        # Not strict: the last of the sums is where a further key would begin.
         set_field(self, "_first_row", dict(zip((*self.tensors, *self.blobs), rows, strict=False)))
-        set_field(self, "_first_number", dict(zip(self.tensors, numbers, strict=False)))
+        set_field(self, "_first_extent", dict(zip(self.tensors, extents, strict=False)))
         counts_of_digests = digest_counts(self.columns.payload_length)
         set_field(self, "_first_digest", np.cumsum(counts_of_digests) - counts_of_digests)
 
@@ -273,13 +278,10 @@ class Index:
     def item(self, row: int) -> Item:
         """Return one row of the columns."""
         columns = self.columns
-        offset, lead, length = (
-            int(columns.offset[row]),
-            int(columns.lead[row]),
-            int(columns.payload_length[row]),
-        )
+        offset, lead = int(columns.offset[row]), int(columns.lead[row])
+        length = int(columns.payload_length[row])
         first = int(self._first_digest[row]) * DIGEST_SIZE_BYTES
-        last = first + -(-length // BLOCK_SIZE_BYTES) * DIGEST_SIZE_BYTES
+        after = first + -(-length // BLOCK_SIZE_BYTES) * DIGEST_SIZE_BYTES
         return Item(
             object_number=int(columns.object_number[row]),
             offset=offset,
@@ -287,7 +289,7 @@ class Index:
             payload_offset=offset + lead,
             payload_length=length,
             pickled=bool(columns.pickled[row]),
-            digests=columns.digests[first:last].tobytes(),
+            digests=columns.digests[first:after].tobytes(),
         )
 
     def rows(self, key: str) -> range:
@@ -302,24 +304,22 @@ class Index:
             return b""
         first = int(self._first_digest[rows.start])
         count = int(digest_counts(columns.payload_length[rows.start : rows.stop]).sum())
-        return columns.digests[
-            first * DIGEST_SIZE_BYTES : (first + count) * DIGEST_SIZE_BYTES
-        ].tobytes()
+        return columns.digests.reshape(-1, DIGEST_SIZE_BYTES)[first : first + count].tobytes()
 
     def boxes(self, key: str) -> tuple[Matrix, Matrix]:
         """Return the offsets and the sizes of a tensor's chunks: a row each, as in `rows`."""
         tensor = self.tensors[key]
         count, ndim = tensor.chunk_count, len(tensor.shape)
-        first = self._first_number[key]
+        first = self._first_extent[key]
         after = first + count * ndim
         columns = self.columns
         offsets, sizes = columns.chunk_offsets[first:after], columns.chunk_sizes[first:after]
         return offsets.reshape(count, ndim), sizes.reshape(count, ndim)
 
-    def box(self, key: str, number: int) -> tuple[list[int], list[int]]:
+    def box(self, key: str, chunk_in_tensor: int) -> tuple[list[int], list[int]]:
         """Return the offsets and the sizes of one chunk of a tensor."""
         ndim = len(self.tensors[key].shape)
-        first = self._first_number[key] + number * ndim
+        first = self._first_extent[key] + chunk_in_tensor * ndim
         after, columns = first + ndim, self.columns
         offsets, sizes = columns.chunk_offsets[first:after], columns.chunk_sizes[first:after]
         return offsets.tolist(), sizes.tolist()
@@ -331,18 +331,18 @@ class Index:
         b1, and in a column of boxes the numbers w0 w0 w1 w1 b0 b1. The group of `w` has the rows 0
         and 1, owner 0 0, chunk_in_tensor 0 1, and the first four numbers as a matrix of 2 x 2.
         """
-        alike: dict[int, list[Tensor]] = {}
+        by_ndim: dict[int, list[Tensor]] = {}
         for tensor in self.tensors.values():
-            alike.setdefault(len(tensor.shape), []).append(tensor)
+            by_ndim.setdefault(len(tensor.shape), []).append(tensor)
         counts = np.array([tensor.chunk_count for tensor in self.tensors.values()], np.int64)
         ndims = np.array([len(tensor.shape) for tensor in self.tensors.values()], np.uint8)
         ndim_of_row = np.repeat(ndims, counts)
         ndim_of_number = np.repeat(ndims, counts * ndims)
-        for ndim, tensors in alike.items():
+        for ndim, tensors in by_ndim.items():
             rows = np.flatnonzero(ndim_of_row == ndim)
-            counted = counts[ndims == ndim]
-            owner = np.repeat(np.arange(len(tensors)), counted)
-            first_of_owner = np.cumsum(counted) - counted
+            group_counts = counts[ndims == ndim]
+            owner = np.repeat(np.arange(len(tensors)), group_counts)
+            first_of_owner = np.cumsum(group_counts) - group_counts
             chunk_in_tensor = np.arange(len(owner)) - first_of_owner[owner]
             mask, shape = ndim_of_number == ndim, (len(rows), ndim)
             offsets = self.columns.chunk_offsets[mask].reshape(shape)
@@ -350,12 +350,13 @@ class Index:
             yield Group(tensors, owner, chunk_in_tensor, rows=rows, offsets=offsets, sizes=sizes)
 
     def find(self, key: str, offset: Sequence[int] | None, hint: int | None = None) -> int | None:
-        """Return the row of a chunk, or None if there is none.
+        """Return the row of a chunk or of a pickled value, or None if there is no such item.
 
         Args:
             offset: the chunk's offset in its tensor; None for a pickled value.
-            hint: number of the chunk that it probably is, among the tensor's chunks.
+            hint: position of the chunk that it probably is, among the tensor's chunks.
         """
+        # A key that is not there, or a value where a tensor is asked for, or a tensor for a value.
         if key not in self._first_row or (offset is None) == (key in self.tensors):
             return None
         first = self._first_row[key]
@@ -364,6 +365,7 @@ class Index:
         wanted, tensor = list(offset), self.tensors[key]
         if len(wanted) != len(tensor.shape) or any(number < 0 for number in wanted):
             return None
+        # Most often the hint is right; otherwise all chunks of the tensor are compared.
         if hint is not None and 0 <= hint < tensor.chunk_count and self.box(key, hint)[0] == wanted:
             return first + hint
         offsets, _ = self.boxes(key)
@@ -396,6 +398,7 @@ def encode(index: Index) -> bytes:
 
 
 def _narrow(column: Column) -> bytes:
+    """Return the bytes of a column, with the narrowest numbers that hold its largest one."""
     largest = int(column.max(initial=0))
     width = next(width for width in _WIDTHS if largest < 256**width)
     return column.astype(f"<u{width}").tobytes()
@@ -424,19 +427,20 @@ def decode(body: bytes) -> Index:
     for tensor in stored.tensors:
         _check_tensor(tensor)
     tensors = {tensor.key: tensor for tensor in stored.tensors}
-    _check_keys([*(tensor.key for tensor in stored.tensors), *stored.blobs])
+    _refuse_duplicates([*(tensor.key for tensor in stored.tensors), *stored.blobs])
     for key, place in (stored.flatten_mapping or {}).items():
         if len(place) > MAX_PLACE_LENGTH:
             text = f"the index places it {len(place)} deep, at most {MAX_PLACE_LENGTH} are possible"
             raise CheckpointCorruptError(text, key=key)
     for key, steps in stored.literal_keys.items():
         place = (stored.flatten_mapping or {}).get(key, ())
-        if not all(0 <= at < len(place) and is_literal(place[at]) for at in steps):
+        if not all(0 <= step < len(place) and is_literal(place[step]) for step in steps):
             raise CheckpointCorruptError("the index takes a name for a number", key=key)
     chunks = sum(tensor.chunk_count for tensor in stored.tensors)
-    numbers = sum(tensor.chunk_count * len(tensor.shape) for tensor in stored.tensors)
+    extents = sum(tensor.chunk_count * len(tensor.shape) for tensor in stored.tensors)
     items = chunks + len(stored.blobs)
-    counts = (*(items,) * 6, numbers, numbers, len(stored.columns[-1]))
+    # The first six columns have a number for each item; the last one has bytes, of any count here.
+    counts = (*(items,) * 6, extents, extents, len(stored.columns[-1]))
     columns = Columns(*map(_column, Columns.__annotations__, stored.columns, counts))
     index = Index(
         stored.objects,
@@ -447,16 +451,18 @@ def decode(body: bytes) -> Index:
         storage=stored.storage,
         literal_keys=stored.literal_keys,
     )
-    _check_places(index)
+    _check_items(index)
     _check_digests(index)
-    _refuse(index, columns.pickled > 1, lambda at: f"the flag {columns.pickled[at]}, not 0 or 1")
+    _refuse_bad(
+        index, columns.pickled > 1, lambda at: f"the flag {columns.pickled[at]}, not 0 or 1"
+    )
     for group in index.groups():
         _check_chunks(index, group)
     return index
 
 
 def _refuse_newer(body: bytes) -> None:
-    """Raise UnsupportedError if a body that cannot be decoded has a later format."""
+    """Raise UnsupportedError if a body that cannot be read begins with a later format number."""
     try:
         first = msgspec.msgpack.decode(body)
     except _UNREADABLE:
@@ -469,7 +475,10 @@ def _refuse_newer(body: bytes) -> None:
 
 
 def _column(name: str, body: bytes, count: int) -> Column:
-    """Return `count` numbers. Nothing larger than `body` is allocated, whatever the count."""
+    """Return the `count` numbers of a column; their width is that which makes them fill `body`.
+
+    Nothing larger than `body` is allocated, whatever the count.
+    """
     width = 1 if not count else len(body) // count
     if width not in _WIDTHS or len(body) != count * width:
         raise CheckpointCorruptError(
@@ -499,13 +508,13 @@ def _check_tensor(tensor: Tensor) -> None:
         raise CheckpointCorruptError(f"the index has extents {shape[:8]} that overflow", key=key)
 
 
-def _check_keys(keys: Sequence[str]) -> None:
+def _refuse_duplicates(keys: Sequence[str]) -> None:
     if len(set(keys)) != len(keys):
         twice, _ = Counter(keys).most_common(1)[0]
         raise CheckpointCorruptError("the index lists it twice", key=twice)
 
 
-def _refuse(
+def _refuse_bad(
     index: Index, bad: _Mask, what: Callable[[int], str], rows: Numbers | None = None
 ) -> None:
     """Raise CheckpointCorruptError for the first bad row, if there is one.
@@ -526,22 +535,22 @@ def _refuse(
 # bound before it is subtracted, and a volume is at most the product of a checked shape.
 
 
-def _check_places(index: Index) -> None:
+def _check_items(index: Index) -> None:
     """Check that every item lies inside its object, and that no two items overlap."""
     columns, count = index.columns, len(index.objects)
-    _refuse(
+    _refuse_bad(
         index,
         columns.object_number >= count,
         lambda at: f"an item in object number {columns.object_number[at]} of {count}",
     )
     sizes = np.array([entry.size_bytes for entry in index.objects], dtype=np.uint64)
     size = sizes[columns.object_number]
-    remaining = size.copy()
+    remaining = size.copy()  # of the object, behind each item
     outside = np.zeros(len(remaining), dtype=bool)
     for column in (columns.offset, columns.lead, columns.payload_length, columns.trail):
         outside |= column > remaining
         remaining -= column.clip(max=remaining)
-    _refuse(
+    _refuse_bad(
         index,
         outside,
         lambda at: (
@@ -551,11 +560,12 @@ def _check_places(index: Index) -> None:
         ),
     )
     end = size - remaining
+    # By object, then by offset: each item in `after` follows the one at its position in `before`.
     order = np.lexsort((end, columns.offset, columns.object_number))
     before, after = order[:-1], order[1:]
     same_object = columns.object_number[before] == columns.object_number[after]
     shared = same_object & (end[before] > columns.offset[after])
-    _refuse(
+    _refuse_bad(
         index,
         shared,
         lambda at: f"another item in the bytes from {columns.offset[after[at]]}",
@@ -567,8 +577,8 @@ def _check_digests(index: Index) -> None:
     """Check that there is one digest for each block of each item."""
     count, rest = divmod(len(index.columns.digests), DIGEST_SIZE_BYTES)
     needed = digest_counts(index.columns.payload_length)
-    # Each is compared first, so that the sum cannot overflow.
-    _refuse(
+    # Each is compared first, so that the sum below cannot overflow.
+    _refuse_bad(
         index,
         needed > count,
         lambda at: f"{count} digests for {index.columns.payload_length[at]} bytes of payload",
@@ -589,23 +599,25 @@ def _check_chunks(index: Index, group: Group) -> None:
     shapes = np.array([tensor.shape for tensor in tensors], dtype=np.uint64)
     inside = np.ones(len(rows), dtype=bool)
     volumes = np.ones(len(rows), dtype=np.uint64)
-    same = owner[1:] == owner[:-1]
-    # Whether a chunk lies after the one before it; whether the dimensions so far do not tell.
-    after, tied = np.zeros(len(same), dtype=bool), same.copy()
+    same_tensor = owner[1:] == owner[:-1]
+    # Each chunk but the first is compared with the one before it: `ascends` if a dimension tells
+    # that its offset is larger, `tied` as long as all dimensions so far are equal.
+    ascends, tied = np.zeros(len(same_tensor), dtype=bool), same_tensor.copy()
     # By dimension, because a matrix of 64-bit numbers may be 60 times as large as the index.
     for axis, (offset, size) in enumerate(zip(group.offsets.T, group.sizes.T, strict=True)):
         limit = shapes[owner, axis]
         inside &= (offset <= limit) & (size <= limit - offset.clip(max=limit))
         volumes *= size
-        after |= tied & (offset[:-1] < offset[1:])
+        ascends |= tied & (offset[:-1] < offset[1:])
         tied &= offset[:-1] == offset[1:]
 
     def chunk(at: int) -> str:
         return f"a chunk at {group.offsets[at].tolist()} of sizes {group.sizes[at].tolist()}"
 
-    _refuse(index, ~inside, lambda at: f"{chunk(at)}, outside of its tensor", rows)
+    _refuse_bad(index, ~inside, lambda at: f"{chunk(at)}, outside of its tensor", rows)
     # In each tensor the offsets ascend, so no two chunks have the same.
-    _refuse(index, same & ~after, lambda at: f"{chunk(at + 1)}, twice or out of order", rows[1:])
+    unordered = same_tensor & ~ascends
+    _refuse_bad(index, unordered, lambda at: f"{chunk(at + 1)}, twice or out of order", rows[1:])
     # The sum of volumes that a damaged index gives may need more than 64 bits, so their halves are
     # added up.
     high, low = (
@@ -623,7 +635,7 @@ def _check_chunks(index: Index, group: Group) -> None:
     item_size = np.array(item_sizes, dtype=np.uint64)[owner]
     is_raw = (index.columns.pickled[rows] == 0) & (item_size != 0)
     stored, rest = np.divmod(index.columns.payload_length[rows], item_size.clip(min=1))
-    _refuse(
+    _refuse_bad(
         index,
         is_raw & ((stored != volumes) | (rest != 0)),
         lambda at: (

@@ -41,6 +41,7 @@ MAX_PINS: Final = 64
 MAX_PIN_LENGTH: Final = 200
 # A claim with a larger number is damage; a run is claimed some thousand times at most.
 MAX_CLAIM: Final = 2**53
+# In `put_on` of a marker that replaced none.
 ON_NOTHING: Final = "nothing"
 MARKER_NAME: Final = "the marker"  # in errors
 
@@ -265,6 +266,7 @@ def decode_record(
 
 
 def _decoded(body: bytes, decoder: msgspec.json.Decoder[T], what: str) -> T:
+    """Decode JSON; raise CheckpointCorruptError if it has another form than the decoder's type."""
     try:
         return decoder.decode(body)
     except (ValueError, RecursionError) as error:  # JSON, fields or Unicode; too deep
@@ -303,6 +305,7 @@ def _plain(value: object, where: str, depth: int) -> Any:
 
 
 def _check_text(text: object, where: str) -> str:
+    """Return a key or value that is Unicode as a plain `str`; raise ConfigError for any other."""
     if not isinstance(text, str):
         raise ConfigError(f"{where} has a key of type {type(text).__name__}; only str is allowed")
     try:
@@ -327,15 +330,16 @@ class LeftOut(TypedDict):
 
 def left_out_of(user_metadata: Mapping[str, object]) -> dict[str, LeftOut]:
     """Return what a save has left out of its modules, by their names in the state."""
-    noted = user_metadata.get(LEFT_OUT)
-    counts = noted.items() if isinstance(noted, dict) else ()
-    return {name: count for name, count in counts if _is_count(count)}
+    entries = user_metadata.get(LEFT_OUT)
+    if not isinstance(entries, dict):
+        return {}
+    return {name: entry for name, entry in entries.items() if _is_left_out(entry)}
 
 
-def _is_count(count: object) -> TypeGuard[LeftOut]:
-    """Whether a save has written it, and not the user."""
+def _is_left_out(entry: object) -> TypeGuard[LeftOut]:
+    """Whether an entry has the form that a save gives it, and is not a value of the user's."""
     return (
-        isinstance(count, dict)
-        and count.keys() == LeftOut.__annotations__.keys()
-        and all(isinstance(number, int) for number in count.values())
+        isinstance(entry, dict)
+        and entry.keys() == LeftOut.__annotations__.keys()
+        and all(isinstance(number, int) for number in entry.values())
     )

@@ -31,7 +31,7 @@ MAX_KEY_SIZE_BYTES: Final = 1024
 
 _NONCE_BYTES = 12
 _DATA = re.compile(r"__(0|[1-9][0-9]{0,8})_(0|[1-9][0-9]{0,8})\.([0-9a-f]{16,64})\.distcp\Z")
-_INDEX = re.compile(r"index\.([0-9a-f]{16,64})\.msgpack\Z")
+_INDEX = re.compile(r"index\.[0-9a-f]{16,64}\.msgpack\Z")
 _BEACON = re.compile(r"\.save-[0-9a-f]{16,64}\Z")
 _PROBE = re.compile(r"\.probe-[0-9a-f]{16,64}(-race)?\Z")
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f\\]")
@@ -71,21 +71,20 @@ def parse_data_key(key: str) -> DataName | None:
     return DataName(int(match[1]), int(match[2]), match[3]) if match else None
 
 
-def parse_index_key(key: str) -> str | None:
-    """Return the nonce in an index's key, or None for any other key."""
-    match = _INDEX.match(key)
-    return match[1] if match else None
+def is_index_key(key: str) -> bool:
+    """Return whether a key is that of an index."""
+    return _INDEX.match(key) is not None
 
 
 def is_ours(key: str) -> bool:
     """Return whether a key is that of a data object or an index, a form that only we use."""
-    return _DATA.match(key) is not None or _INDEX.match(key) is not None
+    return _DATA.match(key) is not None or is_index_key(key)
 
 
 def is_upload_key(key: str) -> bool:
     """Return whether this package makes uploads to a key; a sweep aborts unfinished ones."""
-    single = key in (MARKER_KEY, DOT_METADATA_KEY, CLAIM_KEY)
-    return single or is_ours(key) or is_beacon_key(key) or is_probe_key(key)
+    has_fixed_name = key in (MARKER_KEY, DOT_METADATA_KEY, CLAIM_KEY)
+    return has_fixed_name or is_ours(key) or is_beacon_key(key) or is_probe_key(key)
 
 
 def is_beacon_key(key: str) -> bool:
@@ -100,10 +99,10 @@ def is_probe_key(key: str) -> bool:
 
 def natural_order(text: str) -> list[str | int]:
     """Return a sort key under which step-9 comes before step-10."""
-    # Texts and numbers in turn: two keys have the same kind at each place.
-    return [
-        int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", text))
-    ]
+    # "step-10" becomes ["step-", 10, ""]: texts and numbers in turn, so that two sort keys have the
+    # same type at each position and can be compared.
+    parts = re.split(r"([0-9]+)", text)
+    return [int(part) if position % 2 else part for position, part in enumerate(parts)]
 
 
 def check_object_key(key: str) -> str:

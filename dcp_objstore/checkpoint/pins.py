@@ -45,14 +45,14 @@ def pin(
     """
     check_name(name)
 
-    def added(pins: tuple[str, ...]) -> tuple[str, ...]:
+    def with_this(pins: tuple[str, ...]) -> tuple[str, ...]:
         if name in pins:
             return pins
         if len(pins) >= MAX_PINS:
             raise ConfigError(f"a checkpoint has at most {MAX_PINS} pins", url=store.url)
         return (*pins, name)
 
-    return _change(store, added, clock.tries())
+    return _change_pins(store, with_this, clock.tries())
 
 
 def unpin(
@@ -63,22 +63,26 @@ def unpin(
 ) -> tuple[str, ...]:
     """Remove a pin, if it is there. Arguments, result and errors are those of `pin`."""
     check_name(name)
-    return _change(
+    return _change_pins(
         store,
         lambda pins: tuple(other for other in pins if other != name),
         clock.tries(),
     )
 
 
-def _change(
-    store: ObjectStore, changed: Callable[[tuple[str, ...]], tuple[str, ...]], tries: Tries
+def _change_pins(
+    store: ObjectStore, new_pins: Callable[[tuple[str, ...]], tuple[str, ...]], tries: Tries
 ) -> tuple[str, ...]:
-    """Rewrite the marker with other pins until no other writer comes in between; return them."""
+    """Rewrite the marker with other pins until no other writer comes in between; return them.
+
+    Args:
+        new_pins: returns the pins that the commit shall have, from those that it has.
+    """
     while True:
         stored = read_marker(store)
         if stored is None or not stored.record.is_committed:
             raise not_committed(store, stored)
-        pins = changed(stored.record.pins)
+        pins = new_pins(stored.record.pins)
         if pins == stored.record.pins or rewrite_marker(store, stored, "the pin", tries, pins=pins):
             return pins
         pause_or_raise(store, tries)

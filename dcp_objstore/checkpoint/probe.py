@@ -38,7 +38,7 @@ _DEADLINE_SECONDS = 30.0
 
 _LOCAL_SCHEMES = ("file", "memory")
 
-_Bucket: TypeAlias = tuple[str, str, str]
+_Bucket: TypeAlias = tuple[str, str, str]  # scheme, endpoint and name, from `bucket_of`
 # By bucket and by what the adapter claims: two adapters may claim different things of one bucket.
 _known: dict[tuple[_Bucket, Capabilities], Capabilities] = {}
 
@@ -137,8 +137,7 @@ def require_rewrites(store: ObjectStore, what: str) -> None:
         UnsupportedError: the store cannot replace an object conditionally (rule 11 of `commit`).
     """
     if not can_rewrite(store):
-        can_create = probed(store).conditional_create
-        lacks = "replace" if can_create else "create or replace"
+        lacks = "replace" if probed(store).conditional_create else "create or replace"
         raise UnsupportedError(
             f"{what} here: this store cannot {lacks} an object conditionally, so nothing would keep"
             " a save that is under way from committing onto what is being removed",
@@ -149,12 +148,13 @@ def require_rewrites(store: ObjectStore, what: str) -> None:
 
 def can_rewrite(store: ObjectStore) -> bool:
     """Return whether the store can create and replace objects conditionally."""
-    return probed(store).conditional_update  # `probe` reports it only with the other
+    # `probe` reports conditional updates only together with conditional creates.
+    return probed(store).conditional_update
 
 
 def if_version(store: ObjectStore, version: Version) -> IfVersion:
     """Return the condition that an object is in a state, in the form that `probe` has found."""
-    claims = store.capabilities
+    claims = store.capabilities  # they are believed as long as nobody has probed
     return _known.get((bucket_of(store), claims), claims).if_version(version)
 
 
@@ -188,25 +188,25 @@ def forget() -> None:
 
 
 def _probe_once(store: ObjectStore, tries: Tries) -> Capabilities:
-    """Find out with objects of its own which conditions the store keeps; remove them."""
+    """Test which conditions the store keeps, with two objects of new names; remove them."""
     claims = store.capabilities
     nonce = new_nonce()
     key, race_key = f".probe-{nonce}", f".probe-{nonce}-race"
-    used: list[str] = []
+    keys_to_remove: list[str] = []
     create = update = False
     quoted = True
     try:
         if claims.conditional_create:
-            used.append(key)
+            keys_to_remove.append(key)
             create = _creates_once(store, key, tries)
         if create and claims.conditional_update:
             update, quoted = _updates_once(store, key, tries)
         if create:
-            used.append(race_key)
+            keys_to_remove.append(race_key)
             create = _race_has_one_winner(store, race_key)
     finally:
-        for used_key in used:
-            _remove(store, used_key)
+        for each_key in keys_to_remove:
+            _remove(store, each_key)
     return replace(
         claims,
         conditional_create=create,
@@ -216,14 +216,19 @@ def _probe_once(store: ObjectStore, tries: Tries) -> Capabilities:
 
 
 def _creates_once(store: ObjectStore, key: str, tries: Tries) -> bool:
+    """Return whether the store accepts one create of an object and refuses a second one."""
     if not _accepts(store, key, b"1", IfAbsent()):
         return False
     return not _accepts_in_the_end(store, key, b"2", precondition=IfAbsent(), tries=tries)
 
 
 def _updates_once(store: ObjectStore, key: str, tries: Tries) -> tuple[bool, bool]:
-    """Return whether one update from a version is accepted, and whether its ETag has quotes."""
-    for bare in (False, True):
+    """Test updates on the condition of a version, of which the store shall accept just one.
+
+    Returns:
+        Whether it does so, and whether the ETag in the condition must have quotes.
+    """
+    for bare in (False, True):  # a bare ETag has no quotes
         _, meta = store.get(key, max_size_bytes=1)
         condition = IfVersion(meta.version, bare=bare)
         accepts = partial(_accepts_in_the_end, store, key, precondition=condition, tries=tries)
@@ -238,6 +243,9 @@ def _accepts_in_the_end(
     """Put an object, again while the store is busy; return whether the store accepted it.
 
     (GCS accepts one write per object and second, and answers 429 to others.)
+
+    Args:
+        data: what no other PUT of this object puts, so that a GET shows whether this one landed.
     """
     is_first = True
     while True:

@@ -24,7 +24,7 @@ from dcp_objstore.checkpoint.clock import pause_or_raise
 from dcp_objstore.checkpoint.marker import Marker
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
 from dcp_objstore.checkpoint.probe import if_version
-from dcp_objstore.checkpoint.read import Stored, read_index, read_marker
+from dcp_objstore.checkpoint.read import Stored, read_index, read_marker, still_stands
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CorruptDataError,
@@ -79,7 +79,8 @@ def publish_dot_metadata(
     Args:
         commit_id: the commit that `body` describes.
         tries: bounds when a PUT may start.
-        seen: the `dot_metadata` of the commit's result. Default: not known.
+        seen: the condition that `.metadata` is as the save saw it: `dot_metadata` of the commit's
+            result. Then the commit has just checked the marker. Default: this call reads both.
         fenced: False on a store without conditional writes (rule 11 of `commit`).
 
     Returns:
@@ -90,23 +91,19 @@ def publish_dot_metadata(
         RetryableError: no success before the deadline.
         DcpObjstoreError: the store refused for good.
     """
-    may_be_there = False
+    may_have_landed = False  # a PUT of this call that was not answered may have taken effect
     while True:
         if seen is None:
             seen = if_metadata_unchanged(store)
             stored = read_marker(store)
-            if (
-                stored is None
-                or not stored.record.is_committed
-                or stored.record.commit_id != commit_id
-            ):
-                if may_be_there:
-                    _take_back(store, stored)
+            if not still_stands(stored, commit_id):
+                if may_have_landed:
+                    _remove_if_deleted(store, stored)
                 return False
         try:
             store.put(DOT_METADATA_KEY, body, precondition=seen if fenced else None, retry=False)
         except (StoreUnavailableError, LostRaceError, ObjectNotFoundError) as error:
-            may_be_there, seen = True, None
+            may_have_landed, seen = True, None  # read both before the next try
             if not tries.pause():
                 raise RetryableError(
                     f"'.metadata' could not be written before the deadline (last answer: {error});"
@@ -114,7 +111,7 @@ def publish_dot_metadata(
                     url=store.url,
                 ) from error
         else:
-            return not _take_back(store, read_marker(store))
+            return not _remove_if_deleted(store, read_marker(store))
 
 
 def if_metadata_unchanged(store: ObjectStore) -> Precondition:
@@ -125,13 +122,16 @@ def if_metadata_unchanged(store: ObjectStore) -> Precondition:
         return IfAbsent()
 
 
-def _take_back(store: ObjectStore, stored: Stored[Marker] | None) -> bool:
-    """Remove our `.metadata` if the checkpoint was deleted; return whether it was.
+def _remove_if_deleted(store: ObjectStore, stored: Stored[Marker] | None) -> bool:
+    """Remove the `.metadata` that we have put if the checkpoint was deleted; return whether it was.
 
     That deletion may have removed the old `.metadata` before ours was put.
+
+    Args:
+        stored: the marker as it was read after our PUT.
     """
     if stored is None or stored.record.is_committed:
-        return False
+        return False  # a later commit writes its own `.metadata`
     store.delete(DOT_METADATA_KEY)
     return True
 
@@ -151,15 +151,15 @@ class _Needed(NamedTuple):
 
 
 def _needed_change(store: ObjectStore, marker: Marker, dot_metadata: DotMetadata) -> _Needed:
-    """Compare `.metadata` with what a marker says."""
+    """Compare `.metadata` with what a committed marker or a tombstone says."""
     index = read_index(store, marker) if marker.is_committed else None
     try:
         body, meta = store.get(DOT_METADATA_KEY, max_size_bytes=MAX_SIZE_BYTES)
     except (ObjectNotFoundError, CorruptDataError):
         body = None  # missing, or larger than this package writes
     if index is None:
-        removed = body is not None and dot_metadata.is_ours(body)
-        return _Needed("removed" if removed else None)
+        is_left_over = body is not None and dot_metadata.is_ours(body)
+        return _Needed("removed" if is_left_over else None)
     if body is not None and dot_metadata.describes(body, index):
         return _Needed(None, body, meta.last_modified)
     return _Needed("written", dot_metadata.derive(index))
@@ -203,6 +203,7 @@ def align_dot_metadata(
     while stored.record.state != "deleting":
         needed, body, written_at = _needed_change(store, stored.record, dot_metadata)
         if needed is None or dry_run:
+            # If it is in line now, `change` is what an earlier turn of this loop has done.
             return Aligned(stored, needed or change, written_at)
         if needed == "removed":
             store.delete(DOT_METADATA_KEY)

@@ -109,7 +109,7 @@ def read_record(
         return Stored(decode(body), meta)
 
     try:
-        return asked_again(read, *((ObjectNotFoundError,) if expected else ()))
+        return retry_damaged(read, *((ObjectNotFoundError,) if expected else ()))
     except ObjectNotFoundError:
         return None
     except (CheckpointCorruptError, UnsupportedError) as error:
@@ -119,13 +119,23 @@ def read_record(
         raise damaged(what, error.message).at(object_key=key, url=store.url) from error
 
 
-def asked_again(read: Callable[[], T], *wrong: type[DcpObjstoreError]) -> T:
-    """Return what `read` returns; call it once more if what came is damaged.
+def still_stands(stored: Stored[Marker] | None, commit_id: str) -> bool:
+    """Return whether the marker that was just read still says `committed`, and of this commit."""
+    if stored is None:
+        return False
+    return stored.record.is_committed and stored.record.commit_id == commit_id
 
-    The answer may be damaged, or `wrong` in another way, and not the object. What is wrong in two
-    answers is believed.
+
+def retry_damaged(read: Callable[[], T], *also: type[DcpObjstoreError]) -> T:
+    """Return what `read` returns; if it raises CorruptDataError, call it once more.
+
+    For it may be this one answer that is damaged, and not the object. If the second answer is
+    damaged, too, that is believed: the error is raised.
+
+    Args:
+        also: errors after which `read` is called once more for the same reason.
     """
-    doubted: tuple[type[DcpObjstoreError], ...] = (CorruptDataError, *wrong)
+    doubted: tuple[type[DcpObjstoreError], ...] = (CorruptDataError, *also)
     try:
         return read()
     except doubted:
@@ -180,9 +190,10 @@ def read_index(store: ObjectStore, marker: Marker) -> bytes:
         raise CheckpointCorruptError("the marker names no index", url=store.url)
 
     def check(body: bytes) -> bytes:
+        """Return the index; raise unless it is the one that was committed."""
         if hashlib.sha256(body).hexdigest() != ref.sha256:
-            not_committed = f"{len(body)} bytes that are not the {ref.size_bytes} bytes that were"
-            raise damaged("the index", f"{not_committed} committed")
+            difference = f"{len(body)} bytes that are not the {ref.size_bytes} bytes that were"
+            raise damaged("the index", f"{difference} committed")
         return body
 
     stored = read_record(
@@ -218,7 +229,7 @@ def explain_missing(store: ObjectStore, commit_id: str, object_key: str | None) 
         stored = read_marker(store, expected=True)
     except DcpObjstoreError as error:
         return error
-    if stored is not None and stored.record.commit_id == commit_id and stored.record.is_committed:
+    if still_stands(stored, commit_id):
         return CheckpointCorruptError(
             "the checkpoint is committed, but this object of it is missing: it was removed by"
             " something other than dcp_objstore; load another checkpoint",
@@ -226,18 +237,18 @@ def explain_missing(store: ObjectStore, commit_id: str, object_key: str | None) 
             url=store.url,
         )
     if stored is not None and stored.record.is_committed:
-        now = f"replaced by commit {stored.record.commit_id}; load it again"
+        fate = f"replaced by commit {stored.record.commit_id}; load it again"
     else:
-        now = "deleted; load another checkpoint"
+        fate = "deleted; load another checkpoint"
     return CheckpointGoneError(
-        f"while it was being read, the checkpoint was {now}", object_key=object_key, url=store.url
+        f"while it was being read, the checkpoint was {fate}", object_key=object_key, url=store.url
     )
 
 
 def look_around(store: ObjectStore) -> dict[str, ObjectMeta]:
-    """List the first objects of a place that has no marker, by their keys. One listing.
+    """List the first objects below a URL that has no marker, by their keys. One listing.
 
-    Only where nothing among the first 1000 is of this library it goes on, up to 10,000.
+    It lists 1000, or 10,000 if none of the first 1000 is this library's.
 
     Raises:
         CheckpointNotFoundError: they could not be listed.
@@ -256,7 +267,7 @@ def look_around(store: ObjectStore) -> dict[str, ObjectMeta]:
 
 
 def is_unfinished(keys: Iterable[str]) -> bool:
-    """Return whether some of the keys of a place without a marker are those of a save."""
+    """Return whether some of the keys below a URL without a marker are those of a save."""
     return any(is_ours(key) or is_beacon_key(key) for key in keys)
 
 
@@ -270,7 +281,10 @@ def explain_absence(store: ObjectStore) -> str:
 
 
 def explain_keys(url: str, keys: Collection[str]) -> str:
-    """Say why there is no checkpoint where these keys are and no marker is."""
+    """Say why there is no checkpoint at a URL, where these keys are and no marker is.
+
+    The keys are relative to the URL. The most probable of the reasons that fit is given.
+    """
     if not keys:
         return "there is nothing here: no object at all under this URL"
     if is_unfinished(keys):
@@ -302,13 +316,13 @@ def _is_weights(key: str) -> bool:
 
 def explain_object(spec: StoreSpec) -> str | None:
     """Say that the URL is the key of a single object, or return None if it is not. One HEAD."""
-    above, name = spec.parent()
-    if above is None:
+    parent, name = spec.parent()
+    if parent is None:  # the URL is a bucket's
         return None
     try:
-        meta = above.open().head(name)
+        meta = parent.open().head(name)
     except DcpObjstoreError:
-        return None
+        return None  # no such object, or nobody can tell: this is only a hint in another error
     if _is_weights(name):
         return f"there is no checkpoint here, but a file of safetensors: {_WEIGHTS_ADVICE}"
     return (

@@ -53,10 +53,10 @@ from dcp_objstore.checkpoint.names import (
     DOT_METADATA_KEY,
     MARKER_KEY,
     is_beacon_key,
+    is_index_key,
     is_ours,
     is_probe_key,
     is_upload_key,
-    parse_index_key,
 )
 from dcp_objstore.checkpoint.publish import Aligned, Change, DotMetadata, align_dot_metadata
 from dcp_objstore.checkpoint.read import Stored, named_keys, read_marker
@@ -212,7 +212,7 @@ class SweepPlan:
         candidates: objects to remove, data before indexes.
         young: unnamed objects that are younger than the grace period.
         unknown: keys that do not have our form.
-        passing: old beacons, and objects that `probe` left; removed whatever the outcome.
+        short_lived: old beacons, and objects that `probe` left; removed whatever the outcome.
         uploads: orphaned uploads; aborted whatever the outcome.
         uploads_young: uploads in progress.
     """
@@ -222,7 +222,7 @@ class SweepPlan:
     candidates: tuple[ObjectMeta, ...]
     young: tuple[ObjectMeta, ...]
     unknown: tuple[str, ...]
-    passing: tuple[ObjectMeta, ...]
+    short_lived: tuple[ObjectMeta, ...]
     uploads: tuple[UnfinishedUpload, ...]
     uploads_young: tuple[UnfinishedUpload, ...]
 
@@ -249,16 +249,17 @@ def plan_sweep(
     """
     oldest_kept = now - timedelta(seconds=grace_seconds)
     here = [meta for meta in listing if "/" not in meta.key]
-    loose = [meta for meta in here if is_ours(meta.key) and meta.key not in named]
-    candidates = [meta for meta in loose if meta.last_modified < oldest_kept]
-    passing = [meta for meta in here if is_beacon_key(meta.key) or is_probe_key(meta.key)]
+    unnamed = [meta for meta in here if is_ours(meta.key) and meta.key not in named]
+    candidates = [meta for meta in unnamed if meta.last_modified < oldest_kept]
+    short_lived = [meta for meta in here if is_beacon_key(meta.key) or is_probe_key(meta.key)]
     # A young beacon shows a save that may have no objects yet. A young probe shows a job that is
     # about to save or to sweep.
-    young = tuple(meta for meta in (*loose, *passing) if meta.last_modified >= oldest_kept)
-    # Uploads of data; on `file://` of every object, which a crash may leave half written there.
+    young = tuple(meta for meta in (*unnamed, *short_lived) if meta.last_modified >= oldest_kept)
+    # Of data objects, which alone are uploaded in parts; on `file://` of every object, because a
+    # crash there may leave any object half written.
     ours = [upload for upload in uploads if is_upload_key(upload.key)]
     uploads_young = tuple(upload for upload in ours if upload.initiated >= oldest_kept)
-    kept = {MARKER_KEY, DOT_METADATA_KEY, CLAIM_KEY, *named}
+    known_keys = {MARKER_KEY, DOT_METADATA_KEY, CLAIM_KEY, *named}
     outcome: SweepOutcome = "waiting"
     reason = None
     if marker_written_at is None and any(meta.key == DOT_METADATA_KEY for meta in here):
@@ -282,16 +283,14 @@ def plan_sweep(
         outcome=outcome,
         reason=reason,
         # The index last: as long as it exists, it names the other objects.
-        candidates=tuple(
-            sorted(candidates, key=lambda meta: parse_index_key(meta.key) is not None)
-        ),
+        candidates=tuple(sorted(candidates, key=lambda meta: is_index_key(meta.key))),
         young=young,
         unknown=tuple(
             meta.key
             for meta in here
-            if not is_ours(meta.key) and meta not in passing and meta.key not in kept
+            if not is_ours(meta.key) and meta not in short_lived and meta.key not in known_keys
         ),
-        passing=tuple(meta for meta in passing if meta.last_modified < oldest_kept),
+        short_lived=tuple(meta for meta in short_lived if meta.last_modified < oldest_kept),
         uploads=tuple(upload for upload in ours if upload.initiated < oldest_kept),
         uploads_young=uploads_young,
     )
@@ -322,10 +321,11 @@ class _Sweep:
             return CheckpointSweep(
                 url=self.store.url, outcome="mended", finished_delete=True, dry_run=self.dry_run
             )
-        if stored is not None and self._never_counts(stored, now) and not self._is_replaced(now):
+        # In this order, so that only such a step is listed once more, for its beacon.
+        if stored is not None and self._never_counts(stored, now) and not self._has_beacon(now):
             return self._delete_superseded(stored)
         marker = None if stored is None else stored.record
-        named = self._named(marker)
+        named = self._named_keys(marker)
         # Uploads first: one that completes in between is seen twice, rather than not at all.
         uploads = self.uploads.list() if self.uploads is not None else ()
         listing = list(self.store.list())
@@ -341,17 +341,18 @@ class _Sweep:
             for upload in plan.uploads:
                 assert self.uploads is not None
                 self.uploads.abort(upload)
-            self._delete(plan.passing)
-        done = self._report(plan)
+            self._delete(plan.short_lived)
+        report = self._report(plan)
         if plan.outcome == "swept":
-            return self._remove(done, plan, stored)
+            return self._remove(report, plan, stored)
         # A commit whose writer died before it wrote `.metadata`, or a `.metadata` that was left
-        # next to a tombstone. No objects are removed, so this needs no fence; but it ends with one.
+        # next to a tombstone. No objects are removed, so this needs no fence; but it ends with one,
+        # which would defeat a save that is under way.
         published = next((meta for meta in listing if meta.key == DOT_METADATA_KEY), None)
-        under_way = any(is_beacon_key(meta.key) for meta in plan.young)
-        if stored is not None and not under_way and _is_suspect(stored, published):
-            return self._mend(done, stored)
-        return done
+        save_is_under_way = any(is_beacon_key(meta.key) for meta in plan.young)
+        if stored is not None and not save_is_under_way and _may_be_stale(stored, published):
+            return self._mend(report, stored)
+        return report
 
     def _never_counts(self, stored: Stored[Marker], now: datetime) -> bool:
         """Return whether this is a superseded job's step, unpinned and past the grace period."""
@@ -360,8 +361,8 @@ class _Sweep:
         superseded = marker.is_committed and marker.claim < self.base
         return superseded and not marker.pins and age > timedelta(seconds=self.grace_seconds)
 
-    def _is_replaced(self, now: datetime) -> bool:
-        """Return whether a save is under way here, which the deletion would defeat."""
+    def _has_beacon(self, now: datetime) -> bool:
+        """Return whether a young beacon shows a save under way, which a deletion would defeat."""
         oldest_kept = now - timedelta(seconds=self.grace_seconds)
         beacons = (meta for meta in self.store.list() if is_beacon_key(meta.key))
         return any(meta.last_modified >= oldest_kept for meta in beacons)
@@ -376,7 +377,8 @@ class _Sweep:
             url=self.store.url, outcome="mended", superseded=True, dry_run=self.dry_run
         )
 
-    def _named(self, marker: Marker | None) -> frozenset[str]:
+    def _named_keys(self, marker: Marker | None) -> frozenset[str]:
+        """Return the keys that the commit names; none for a tombstone or without a marker."""
         if marker is None or not marker.is_committed:
             return frozenset()
         return frozenset(named_keys(self.store, marker))
@@ -387,13 +389,13 @@ class _Sweep:
 
     def _report(self, plan: SweepPlan) -> CheckpointSweep:
         """Report everything except what happens from the fence on."""
-        cleared = plan.outcome == "clean" and plan.passing
+        only_short_lived = plan.outcome == "clean" and plan.short_lived
         return CheckpointSweep(
             url=self.store.url,
-            outcome="swept" if cleared else plan.outcome,
+            outcome="swept" if only_short_lived else plan.outcome,
             reason=plan.reason,
-            deleted=len(plan.passing),
-            deleted_bytes=sum(meta.size_bytes for meta in plan.passing),
+            deleted=len(plan.short_lived),
+            deleted_bytes=sum(meta.size_bytes for meta in plan.short_lived),
             kept_young=len(plan.young),
             unknown=plan.unknown,
             uploads_aborted=len(plan.uploads),
@@ -412,53 +414,54 @@ class _Sweep:
             rewrite_marker(store, aligned.stored, "the fence", tries)
         return aligned
 
-    def _mend(self, done: CheckpointSweep, stored: Stored[Marker]) -> CheckpointSweep:
+    def _mend(self, report: CheckpointSweep, stored: Stored[Marker]) -> CheckpointSweep:
         """Bring `.metadata` into line with the marker, unless the marker has changed since."""
         if not self.dry_run:
             again = read_marker(self.store)
             if again is None or again.record.write_id != stored.record.write_id:
-                return replace(done, outcome="lost", reason=_LOST)
+                return replace(report, outcome="lost", reason=_LOST)
             stored = again
         change = self._align(stored).change
         if change is None:
-            return done
-        outcome: SweepOutcome = "mended" if done.outcome == "clean" else done.outcome
-        return replace(done, outcome=outcome, dot_metadata=change)
+            return report
+        outcome: SweepOutcome = "mended" if report.outcome == "clean" else report.outcome
+        return replace(report, outcome=outcome, dot_metadata=change)
 
     def _remove(
-        self, done: CheckpointSweep, plan: SweepPlan, stored: Stored[Marker] | None
+        self, report: CheckpointSweep, plan: SweepPlan, stored: Stored[Marker] | None
     ) -> CheckpointSweep:
         """Fence the checkpoint, then delete the candidates that are old by the store's clock.
 
         Args:
-            done: the report so far.
+            report: the report so far.
             plan: what the listing showed.
             stored: the marker as it was read; None if there is none.
         """
         if self.dry_run:
             change = None if stored is None else self._align(stored).change
             if change is not None:
-                return replace(done, outcome="mended", dot_metadata=change)
-            return _with_deleted(done, plan.candidates)
+                return replace(report, outcome="mended", dot_metadata=change)
+            return _with_deleted(report, plan.candidates)
         written = self._fence(stored)
         if written is None:
-            return replace(done, outcome="lost", reason=_LOST)
-        done = replace(done, fenced=True)
+            return replace(report, outcome="lost", reason=_LOST)
+        report = replace(report, fenced=True)
         fence = read_marker(self.store)
+        # If another job has changed the marker since, its time is not that of the fence.
         if fence is None or fence.record.write_id != written.write_id:
-            return replace(done, outcome="lost", reason=_LOST)
+            return replace(report, outcome="lost", reason=_LOST)
         # From here on, only the store's own time counts.
         oldest_kept = fence.meta.last_modified - timedelta(seconds=self.grace_seconds)
         candidates = [meta for meta in plan.candidates if meta.last_modified < oldest_kept]
         marker_is_old = stored is None or stored.meta.last_modified < oldest_kept
         if not candidates or not marker_is_old:
             reason = "by the store's clock, nothing is older than the grace period"
-            return replace(done, outcome="waiting", reason=reason)
-        return self._remove_after_fence(done, fence, candidates, oldest_kept)
+            return replace(report, outcome="waiting", reason=reason)
+        return self._remove_after_fence(report, fence, candidates, oldest_kept)
 
     def _remove_after_fence(
         self,
-        done: CheckpointSweep,
+        report: CheckpointSweep,
         fence: Stored[Marker],
         candidates: Sequence[ObjectMeta],
         oldest_kept: datetime,
@@ -466,21 +469,21 @@ class _Sweep:
         """Bring `.metadata` into line with the marker; if it was already, delete the candidates.
 
         Args:
-            done: the report so far.
+            report: the report so far.
             fence: the marker that this sweep has written.
             candidates: the objects to delete.
             oldest_kept: the beginning of the grace period, by the store's clock.
         """
         aligned = self._align(fence)
         if aligned.change is not None:  # stock readers may still use the old one
-            return replace(done, outcome="mended", dot_metadata=aligned.change)
+            return replace(report, outcome="mended", dot_metadata=aligned.change)
         if aligned.stored.record.write_id != fence.record.write_id:
-            return replace(done, outcome="lost", reason=_LOST)
+            return replace(report, outcome="lost", reason=_LOST)
         if aligned.written_at is not None and aligned.written_at >= oldest_kept:
             reason = "'.metadata' is younger than the grace period: stock readers may use the old"
-            return replace(done, outcome="waiting", reason=reason)
+            return replace(report, outcome="waiting", reason=reason)
         self._delete(candidates)
-        return _with_deleted(done, candidates)
+        return _with_deleted(report, candidates)
 
     def _fence(self, stored: Stored[Marker] | None) -> Marker | None:
         """Rewrite the marker, or put a tombstone; None if another job has changed it."""
@@ -489,17 +492,25 @@ class _Sweep:
         return rewrite_marker(self.store, stored, "the fence", self.tries)
 
 
-def _is_suspect(stored: Stored[Marker], published: ObjectMeta | None) -> bool:
-    """Return whether `.metadata` may be out of line with the marker, judged by the listing."""
+def _may_be_stale(stored: Stored[Marker], published: ObjectMeta | None) -> bool:
+    """Return whether `.metadata` may be out of line with the marker, judged by the listing.
+
+    It is certainly in line only if it is not older than the marker of a commit, or missing beside a
+    tombstone. Only `align_dot_metadata` reads it, which costs requests.
+
+    Args:
+        published: `.metadata`, as the listing shows it; None if there is none.
+    """
     marker, meta = stored
     if not marker.is_committed:
         return published is not None
     return published is None or published.last_modified < meta.last_modified
 
 
-def _with_deleted(done: CheckpointSweep, metas: Collection[ObjectMeta]) -> CheckpointSweep:
+def _with_deleted(report: CheckpointSweep, metas: Collection[ObjectMeta]) -> CheckpointSweep:
+    """Return the report with these objects among those that were removed."""
     return replace(
-        done,
-        deleted=done.deleted + len(metas),
-        deleted_bytes=done.deleted_bytes + sum(meta.size_bytes for meta in metas),
+        report,
+        deleted=report.deleted + len(metas),
+        deleted_bytes=report.deleted_bytes + sum(meta.size_bytes for meta in metas),
     )

@@ -20,11 +20,11 @@ from dcp_objstore.checkpoint.marker import Counts, Marker
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY
 from dcp_objstore.checkpoint.publish import MAX_SIZE_BYTES
 from dcp_objstore.checkpoint.read import (
-    asked_again,
     explain_missing,
     open_marked,
     read_marker,
     read_record,
+    retry_damaged,
 )
 from dcp_objstore.compat.dot_metadata import StockDotMetadata
 from dcp_objstore.config import TransferConfig, at_most
@@ -405,7 +405,7 @@ def verify_at(
     with channel.watching():
         try:
             # If it seems to be replaced, the marker may have been another checkpoint's.
-            marker, body, index = asked_again(partial(_open, store), CheckpointGoneError)
+            marker, body, index = retry_damaged(partial(_open, store), CheckpointGoneError)
             if commit_id not in (None, marker.commit_id):
                 raise explain_missing(store, commit_id, MARKER_KEY)
         except CheckpointNotFoundError as error:

@@ -23,7 +23,7 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_objstore import errors
-from dcp_objstore.checkpoint.names import MARKER_KEY, parse_index_key
+from dcp_objstore.checkpoint.names import MARKER_KEY, is_index_key
 from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.compat.values import check_safe, unpickled
 from dcp_objstore.config import Local, LocalFolder, TransferConfig, local_of
@@ -169,7 +169,7 @@ def _url(path: object) -> str | None:
     if url is None:
         return None
     above, _, name = url.rstrip("/").rpartition("/")
-    return above if name == MARKER_KEY or parse_index_key(name) else url.rstrip("/")
+    return above if name == MARKER_KEY or is_index_key(name) else url.rstrip("/")
 
 
 class _Meta:

@@ -24,7 +24,6 @@ from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, parse_da
 from dcp_objstore.checkpoint.read import (
     LOOK_AROUND_LIMIT,
     Stored,
-    asked_again,
     explain_keys,
     explain_missing,
     explain_object,
@@ -32,6 +31,7 @@ from dcp_objstore.checkpoint.read import (
     look_around,
     open_marked,
     read_marker,
+    retry_damaged,
 )
 from dcp_objstore.compat import safetensors
 from dcp_objstore.compat.archive import unpacked_limit_bytes
@@ -240,7 +240,7 @@ def _open_at(spec: StoreSpec, load_id: str | None, *, verify: bool) -> StoredChe
     if name.endswith(safetensors.SUFFIX):
         assert folder is not None  # since the URL has a last segment, its name
         with suppress(ObjectNotFoundError):
-            return asked_again(partial(_open_file, folder.open(), name, load_id))
+            return retry_damaged(partial(_open_file, folder.open(), name, load_id))
     return open_rooted(spec.open(), load_id, verify=verify)
 
 
@@ -264,7 +264,7 @@ def open_rooted(
     """Open the checkpoint at the store's root, with the errors of `open_stored_checkpoint`."""
     stored = read_marker(store)
     if stored is None:
-        return asked_again(partial(_open_foreign, store, load_id, verify=verify))
+        return retry_damaged(partial(_open_foreign, store, load_id, verify=verify))
     return _open_marked(store, stored, load_id)
 
 

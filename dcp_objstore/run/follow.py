@@ -18,7 +18,7 @@ from dcp_objstore import errors
 from dcp_objstore.checkpoint.catalogue import Catalogue, Entry, Markers
 from dcp_objstore.checkpoint.names import MARKER_KEY, natural_order
 from dcp_objstore.checkpoint.pins import check_name
-from dcp_objstore.checkpoint.read import asked_again
+from dcp_objstore.checkpoint.read import retry_damaged
 from dcp_objstore.config import TransferConfig, check_number
 from dcp_objstore.observe.report import logger
 from dcp_objstore.run import upkeep
@@ -268,7 +268,8 @@ class _Follower:
         settings: Any = {"storage_options": self.run.storage_options, "config": self.run.config}
         try:
             # One answer that it is absent proves nothing: the step would never come.
-            asked_again(partial(upkeep.pin, url, name, **settings), errors.CheckpointNotFoundError)
+            pin = partial(upkeep.pin, url, name, **settings)
+            retry_damaged(pin, errors.CheckpointNotFoundError)
         except errors.CheckpointNotFoundError:
             return False
         except errors.PermissionDeniedError as error:

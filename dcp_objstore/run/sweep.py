@@ -20,7 +20,7 @@ from dcp_objstore.checkpoint.names import (
     is_upload_key,
 )
 from dcp_objstore.checkpoint.probe import require_rewrites
-from dcp_objstore.checkpoint.read import asked_again
+from dcp_objstore.checkpoint.read import retry_damaged
 from dcp_objstore.checkpoint.sweep import GRACE_SECONDS, CheckpointSweep, check_grace
 from dcp_objstore.compat.dot_metadata import StockDotMetadata
 from dcp_objstore.observe.report import counted, logger, size_text
@@ -215,7 +215,7 @@ def _sweep_one(
     """Sweep one checkpoint; what is damaged or lost to another job is an outcome, not an error."""
     store = spec.open()
     try:
-        return asked_again(
+        return retry_damaged(
             partial(
                 rule.sweep,
                 store,

@@ -24,7 +24,7 @@ from dcp_objstore.checkpoint.delete import (
     delete as delete_checkpoint,
 )
 from dcp_objstore.checkpoint.marker import Marker
-from dcp_objstore.checkpoint.names import CLAIM_KEY, parse_index_key
+from dcp_objstore.checkpoint.names import CLAIM_KEY, is_index_key
 from dcp_objstore.checkpoint.probe import can_rewrite, require_rewrites
 from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.checkpoint.repair import RepairReport, repair as repair_checkpoint
@@ -149,7 +149,7 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
             return None if number is None or others_number is None else others_number > number
 
         def has_index_since(objects: Objects) -> bool:
-            indices = [meta for key, meta in objects.items() if parse_index_key(key) is not None]
+            indices = [meta for key, meta in objects.items() if is_index_key(key)]
             return any(index.last_modified >= at.by_store for index in indices)
 
         # Markers written before cannot be newer, so mostly the first one that is read decides.

@@ -18,9 +18,9 @@ from dcp_objstore.checkpoint.names import (
     data_key,
     index_key,
     is_beacon_key,
+    is_index_key,
     new_nonce,
     parse_data_key,
-    parse_index_key,
 )
 from dcp_objstore.checkpoint.pins import pin, unpin
 from dcp_objstore.checkpoint.read import open_committed
@@ -98,7 +98,7 @@ def kind(key: str) -> str:
     """What an object is, whatever its nonce."""
     if is_beacon_key(key):
         return "beacon"
-    return "data" if parse_data_key(key) else "index" if parse_index_key(key) else key
+    return "data" if parse_data_key(key) else "index" if is_index_key(key) else key
 
 
 def watched(store: AgedStore, **changes) -> tuple[dict[str, object], list[str]]:
@@ -527,7 +527,7 @@ def test_a_plan_says_of_every_object_and_upload_what_it_is():
         candidates=(old[orphan], old[index]),
         young=tuple(young),
         unknown=("notes",),
-        passing=(old[beacon], old[probe]),
+        short_lived=(old[beacon], old[probe]),
         uploads=(old_upload,),
         uploads_young=(young_upload,),
     )

@@ -26,7 +26,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import dcp_objstore as dos
-from dcp_objstore.checkpoint.names import parse_data_key, parse_index_key
+from dcp_objstore.checkpoint.names import is_index_key, parse_data_key
 from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.stores import StoreSpec
@@ -219,7 +219,7 @@ def phase(bucket: Bucket, url: str, saved_before: int, *, said_saved: bool) -> s
         mended = dos.repair(url, storage_options=bucket.storage_options, dry_run=True)
         return "complete" if mended.dot_metadata is None else "marker without .metadata"
     keys = bucket.keys(name)
-    if sum(parse_index_key(key) is not None for key in keys) > saved_before:
+    if sum(is_index_key(key) for key in keys) > saved_before:
         return "index without marker"
     if sum(parse_data_key(key) is not None for key in keys) > 2 * saved_before:
         return "objects without index"

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import dcp_objstore as dos
-from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, is_ours, parse_index_key
+from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, is_index_key, is_ours
 from tests.support.command_line import environment
 from tests.support.programs import run_example
 from tests.support.proxy import Asked, NetworkProxy
@@ -350,7 +350,7 @@ def test_a_root_in_the_bucket_is_where_best_and_last_are_found(bucket, job):
     before = f"{folder}/step=2.ckpt"
     last = first.pop(2)
     assert first == [None, before, f"{folder}/step=4.ckpt"]
-    assert parse_index_key(last.removeprefix(f"{before}/")), "the object whose time Lightning reads"
+    assert is_index_key(last.removeprefix(f"{before}/")), "the object whose time Lightning reads"
 
 
 def look_at_names(rank: int, world_size: int, job: Job) -> dict[str, Any]:

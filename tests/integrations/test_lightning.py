@@ -9,7 +9,7 @@ import torch
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint import commit as commits
-from dcp_objstore.checkpoint.names import parse_index_key
+from dcp_objstore.checkpoint.names import is_index_key
 from dcp_objstore.integrations.lightning import _ObjectStore, _url
 from dcp_objstore.run.housekeeping import Deletions
 
@@ -41,5 +41,5 @@ def test_last_is_what_was_committed_last_whatever_the_clocks_of_the_hosts(
     assert [one.verb for one in requests].count("list") == 1
     assert _url(last) == f"{run}/{second}"
     # Lightning compares the times of such objects where several callbacks have a last one.
-    assert parse_index_key(last.rpartition("/")[2])
+    assert is_index_key(last.rpartition("/")[2])
     assert store.newest(f"{run}/nothing") is None

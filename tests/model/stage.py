@@ -22,7 +22,7 @@ from unittest import mock
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.marker import Marker as RealMarker, decode_marker
-from dcp_objstore.checkpoint.names import is_beacon_key, is_ours, parse_data_key, parse_index_key
+from dcp_objstore.checkpoint.names import is_beacon_key, is_index_key, is_ours, parse_data_key
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.errors import DcpObjstoreError, ObjectNotFoundError, PreconditionFailedError
 from dcp_objstore.stores.protocol import (
@@ -567,6 +567,6 @@ def kind_of(key: str) -> str:
         return DATA
     if is_beacon_key(key):
         return BEACON
-    if parse_index_key(key):
+    if is_index_key(key):
         return INDEX
     return key if key in (MARKER, DOT) else EVERYTHING

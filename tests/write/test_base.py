@@ -30,7 +30,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.index import Index
-from dcp_objstore.checkpoint.names import parse_data_key, parse_index_key
+from dcp_objstore.checkpoint.names import is_index_key, parse_data_key
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.observe.events import NotCopied, PartCopied, Planned, Saved
@@ -496,7 +496,7 @@ def train(rank: int, world_size: int, url: str) -> list[Any]:
     finally:
         StoreSpec.open = really_open  # type: ignore[method-assign]
     asked = [one for store in opened for one in store.requests if one.verb in ("get", "list")]
-    counts["index"] = sum(parse_index_key(one.key) is not None for one in asked)
+    counts["index"] = sum(is_index_key(one.key) for one in asked)
     counts["list"] = sum(one.verb == "list" for one in asked)
     return [*reports, counts]
 
@@ -587,7 +587,7 @@ def one_run(edition: int = 0) -> dict[str, Any]:
 
 
 def damaged(local: Folder) -> None:
-    (index,) = [key for key in local.keys("base") if parse_index_key(key)]
+    (index,) = [key for key in local.keys("base") if is_index_key(key)]
     local.flip_byte(f"base/{index}", 99)
 
 
