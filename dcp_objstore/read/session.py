@@ -299,12 +299,12 @@ def _open_inbound(
         return None, budget_bytes
     largest_bytes = max((request.end - request.start for request in requests), default=0)
     concurrency = min(at_most(config.download_concurrency), max(1, len(requests)))
-    slots, slot_bytes, budget_bytes = plan_ring(largest_bytes, concurrency, budget_bytes)
-    inbound = Inbound(lanes, slots, slot_bytes)
+    plan = plan_ring(largest_bytes, concurrency, budget_bytes)
+    inbound = Inbound(lanes, plan.slots, plan.slot_bytes)
     for read in reads:
         if isinstance(read, TensorRead):
             read.send_through(inbound)
-    return inbound, budget_bytes
+    return inbound, plan.fetch_budget_bytes
 
 
 def _is_sent(request: RangeRequest[Block]) -> bool:

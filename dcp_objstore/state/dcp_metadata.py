@@ -23,10 +23,10 @@ T = TypeVar("T")
 
 
 class _SharedChunks(dict[object, tuple[ChunkStorageMetadata, ...]]):
-    """The chunks that were made of an index, by what tells how their tensor is cut."""
+    """The chunks made so far of one index, by how their tensor is cut: `Chunks` has the key."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), ()  # they are made again where they are needed
+        return type(self), ()  # a pickle is empty: chunks are made again where they are needed
 
 
 class Chunks(Sequence[ChunkStorageMetadata]):
@@ -44,7 +44,7 @@ class Chunks(Sequence[ChunkStorageMetadata]):
         self._index = index
         self._key = key
         self._shared = shared
-        self._own: tuple[ChunkStorageMetadata, ...] | None = None
+        self._chunks_once: tuple[ChunkStorageMetadata, ...] | None = None  # None: no look yet
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._index, self._key, self._shared)
@@ -52,16 +52,17 @@ class Chunks(Sequence[ChunkStorageMetadata]):
     @property
     def _chunks(self) -> tuple[ChunkStorageMetadata, ...]:
         """The tensor's chunks. Tensors that are cut in the same way share one tuple."""
-        if self._own is None:
+        if self._chunks_once is None:
             offsets, sizes = self._index.boxes(self._key)
-            cut = offsets.shape, offsets.tobytes(), sizes.tobytes()
-            if cut not in self._shared:
-                self._shared[cut] = tuple(
+            # The shape, too: 6 chunks of a vector and 3 of a matrix can have the same bytes.
+            boxes = offsets.shape, offsets.tobytes(), sizes.tobytes()
+            if boxes not in self._shared:
+                self._shared[boxes] = tuple(
                     ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
                     for offset, size in zip(offsets.tolist(), sizes.tolist(), strict=True)
                 )
-            self._own = self._shared[cut]
-        return self._own
+            self._chunks_once = self._shared[boxes]
+        return self._chunks_once
 
     @property
     def is_sharded(self) -> bool | None:
@@ -97,24 +98,24 @@ def describe(index: ix.Index, load_id: str | None = None) -> Metadata:
     Raises:
         CheckpointCorruptError: torch does not have a layout or memory format.
     """
-    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     shared = _SharedChunks()
     for key, tensor in index.tensors.items():
-        described[key] = TensorStorageMetadata(
+        entries[key] = TensorStorageMetadata(
             properties=TensorProperties(
                 dtype=known_dtype(tensor.dtype),  # type: ignore[arg-type]  # None where unknown
-                layout=_named(tensor.layout, torch.layout, key),
+                layout=_torch_constant(tensor.layout, torch.layout, key),
                 requires_grad=tensor.requires_grad,
-                memory_format=_named(tensor.memory_format, torch.memory_format, key),
+                memory_format=_torch_constant(tensor.memory_format, torch.memory_format, key),
                 pin_memory=tensor.pin_memory,
             ),
             size=torch.Size(tensor.shape),
-            chunks=Chunks(index, key, shared),  # type: ignore[arg-type]  # see there
+            chunks=Chunks(index, key, shared),  # type: ignore[arg-type]  # see `Chunks`
         )
     for key in index.blobs:
-        described[key] = BytesStorageMetadata()
+        entries[key] = BytesStorageMetadata()
     return Metadata(
-        state_dict_metadata=described,
+        state_dict_metadata=entries,
         planner_data=index.flatten_mapping,
         storage_meta=StorageMeta(
             checkpoint_id=index.storage.checkpoint_id,
@@ -126,10 +127,11 @@ def describe(index: ix.Index, load_id: str | None = None) -> Metadata:
     )
 
 
-def _named(name: str, kind: type[T], fqn: str) -> T:
+def _torch_constant(name: str, kind: type[T], key: str) -> T:
+    """Return torch's constant of this name, such as `torch.strided`; the index is of the `key`."""
     value = getattr(torch, name, None)
     if not isinstance(value, kind):
         raise CheckpointCorruptError(
-            f"the index names a {kind.__name__} {name!r} that this torch does not have", key=fqn
+            f"the index names a {kind.__name__} {name!r} that this torch does not have", key=key
         )
     return value

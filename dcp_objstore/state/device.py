@@ -47,7 +47,7 @@ Direction = Literal["in", "out"]
 SLOT_BYTES = 16 * MIB
 # The number of copies in progress while one slice is passed on: one that runs, and one more so that
 # the device is never idle.
-_AHEAD = 2
+_COPIES_AT_ONCE = 2
 
 
 class CudaLane:
@@ -92,11 +92,12 @@ class CudaLane:
 
 
 @functools.cache
-def _stream(device: torch.device, _: Direction) -> torch.cuda.Stream:
+def _stream(device: torch.device, _direction: Direction) -> torch.cuda.Stream:
+    """Return the process's one stream for this device and direction, which is in its key only."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-_warned = threading.Event()
+_has_warned = threading.Event()
 
 
 def pinned_memory(size_bytes: int) -> torch.Tensor:
@@ -111,8 +112,8 @@ def pinned_memory(size_bytes: int) -> torch.Tensor:
 
 def warn_of_pageable_memory(size_bytes: int, reason: str) -> None:
     """Warn once per process that copies will be slower."""
-    if not _warned.is_set():
-        _warned.set()
+    if not _has_warned.is_set():
+        _has_warned.set()
         logger.warning(
             "cannot allocate %d MiB of pinned memory (%s): copies from and to the GPU take longer."
             " A smaller TransferConfig.memory_budget_bytes needs less",
@@ -138,7 +139,15 @@ def wait_for_streams() -> None:
             if stream != torch.cuda.default_stream(number):
                 stream.synchronize()
     elif torch.accelerator.is_available() and not torch.cuda.is_available():
+        # Such as MPS. (CUDA that is available and not initialized has nothing queued.)
         torch.accelerator.current_stream().synchronize()
+
+
+class _OpenSlot(NamedTuple):
+    """A slot that slices are being copied to: its memory as torch has it, and lent as an array."""
+
+    memory: torch.Tensor
+    lent: ByteArray
 
 
 class _CopiedSlice(NamedTuple):
@@ -174,9 +183,8 @@ class Outbound:
         self._check_stopped = check_stopped
         self._lanes: dict[torch.device, Lane | None] = {}
         self._ring: Ring | None = None
-        # The slot that is being filled (its memory, and the same memory lent), and the bytes used.
-        self._open: tuple[torch.Tensor, ByteArray] | None = None
-        self._taken_bytes = 0
+        self._open: _OpenSlot | None = None
+        self._used_bytes = 0  # of the open slot, rounded up to where the next slice may begin
 
     def slices(self, payload: torch.Tensor) -> Iterator[ByteArray] | None:
         """Iterate over the memory of a contiguous tensor; None if its device has no lane.
@@ -192,52 +200,58 @@ class Outbound:
             return None
         if self._ring is None:
             self._ring = Ring(self.slots, SLOT_BYTES, lane.allocate)
-        return self._copied(payload, lane)
+        return self._copied_slices(payload, lane)
 
-    def _copied(self, payload: torch.Tensor, lane: Lane) -> Iterator[ByteArray]:
+    def _copied_slices(self, payload: torch.Tensor, lane: Lane) -> Iterator[ByteArray]:
         """Yield a tensor's bytes in slices, while the device copies the next ones."""
         lane.follow()  # the planner may have queued work that makes the tensor
         rest = payload.reshape(-1).view(torch.uint8)
         # Keep no reference to a yielded slice, or its slot would not come back.
-        ahead: deque[_CopiedSlice] = deque()
+        copies: deque[_CopiedSlice] = deque()
         try:
-            while rest.numel() or ahead:
-                while rest.numel() and len(ahead) < _AHEAD:
-                    size_bytes = self._room_for(rest.numel(), wait=not ahead)
+            while rest.numel() or copies:
+                while rest.numel() and len(copies) < _COPIES_AT_ONCE:
+                    size_bytes = self._room_for(rest.numel(), wait=not copies)
                     if not size_bytes:
-                        break
-                    ahead.append(self._copy(rest[:size_bytes], lane))
+                        break  # the slots come back when the slices here were yielded and sent
+                    copies.append(self._copy(rest[:size_bytes], lane))
                     rest = rest[size_bytes:]
-                ahead[0].ticket.synchronize()
-                yield ahead.popleft().memory
+                copies[0].ticket.synchronize()
+                yield copies.popleft().memory
         finally:
             # If the caller stops early, wait: until here the device reads the tensor.
-            for copied in ahead:
-                copied.ticket.synchronize()
+            for copy in copies:
+                copy.ticket.synchronize()
 
     def _room_for(self, rest_bytes: int, *, wait: bool) -> int:
-        """Return the size of the next slice and make room for it; 0 if no slot is free."""
+        """Return the size of the next slice and make room for it; 0 if no slot is free.
+
+        Args:
+            rest_bytes: what is left of the tensor.
+            wait: whether to wait until a slot is free.
+        """
         wanted_bytes = min(rest_bytes, self._slice_size_bytes)
-        free_bytes = SLOT_BYTES - self._taken_bytes
+        free_bytes = SLOT_BYTES - self._used_bytes
         if self._open is not None:
             if wanted_bytes <= free_bytes:
                 return wanted_bytes
-            if free_bytes >= BLOCK_SIZE_BYTES:
+            if free_bytes >= BLOCK_SIZE_BYTES:  # a shorter slice, cut between digest blocks
                 return free_bytes // BLOCK_SIZE_BYTES * BLOCK_SIZE_BYTES
             self._open = None
         assert self._ring is not None
         slot = self._ring.acquire(self._check_stopped) if wait else self._ring.try_acquire()
         if slot is None:
             return 0
-        self._open, self._taken_bytes = (slot.memory, self._ring.lend(slot)), 0
+        self._open, self._used_bytes = _OpenSlot(slot.memory, self._ring.lend(slot)), 0
         return wanted_bytes
 
-    def _copy(self, piece: torch.Tensor, lane: Lane) -> _CopiedSlice:
+    def _copy(self, source: torch.Tensor, lane: Lane) -> _CopiedSlice:
+        """Queue the copy of a slice to the open slot, for which `_room_for` has made room."""
         assert self._open is not None
         memory, lent = self._open
-        start, end = self._taken_bytes, self._taken_bytes + piece.numel()
-        self._taken_bytes = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        copy = functools.partial(memory[start:end].copy_, piece, non_blocking=True)
+        start, end = self._used_bytes, self._used_bytes + source.numel()
+        self._used_bytes = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        copy = functools.partial(memory[start:end].copy_, source, non_blocking=True)
         return _CopiedSlice(lent[start:end], lane.queue(copy))
 
 
@@ -254,8 +268,8 @@ class Inbound:
     def __init__(self, lanes: dict[torch.device, Lane], slots: int, slot_bytes: int) -> None:
         self._lanes = lanes
         self._ring = Ring(slots, slot_bytes, next(iter(lanes.values())).allocate)
-        self._admitted: dict[int, Slot] = {}
-        self._of_thread = threading.local()
+        self._admitted: dict[int, Slot] = {}  # by the id of the request that is fetched into it
+        self._of_thread = threading.local()  # `slot`: the one that this thread sends from
 
     def __enter__(self) -> Inbound:
         return self
@@ -266,6 +280,7 @@ class Inbound:
                 stack.callback(self._finish, lane, failed=error is not None)
 
     def _finish(self, lane: Lane, *, failed: bool) -> None:
+        """Wait for a lane's copies. If the load has failed, log an error in place of raising it."""
         try:
             lane.finish()
         except Exception as error:
@@ -279,7 +294,10 @@ class Inbound:
         return device in self._lanes
 
     def admit(self, request: RangeRequest[T], progress: Progress) -> memoryview | None:
-        """Return memory to fetch a request into. Called in a worker; may wait for a slot."""
+        """Return memory to fetch a request into; None if there is no ring.
+
+        Called in a worker, which may wait here for a slot.
+        """
         if not self._ring.count:
             return None
         slot = self._ring.acquire(progress.check_stopped)
@@ -294,7 +312,7 @@ class Inbound:
         ends the load or causes the body to be fetched and consumed again.
         """
         slot = self._admitted.get(id(request))
-        if slot is None:
+        if slot is None:  # there is no ring
             yield
             return
         self._of_thread.slot = slot
@@ -320,12 +338,14 @@ class Inbound:
         lane = self._lanes[device]
         array: ByteArray = np.frombuffer(payload, dtype=np.uint8)
         slot: Slot | None = getattr(self._of_thread, "slot", None)
-        if slot is not None and (source := slot.view_of(array)) is not None:
+        # None, too, for bytes that do not lie in the admitted memory.
+        source = None if slot is None else slot.view_of(array)
+        if slot is not None and source is not None:
             slot.tickets.append(lane.queue(functools.partial(work, source)))
             return
         # Never wait for a slot: the threads that hold all of them may be waiting for this one.
         slot = self._ring.try_acquire() if array.nbytes <= self._ring.slot_bytes else None
-        if slot is None:
+        if slot is None:  # all are in use, or too small: copy from `payload` itself, and wait
             source = torch.frombuffer(array.data, dtype=torch.uint8)
             lane.queue(functools.partial(work, source)).synchronize()
             return
@@ -334,27 +354,41 @@ class Inbound:
         self._ring.release(slot)  # it is not written to before its tickets are complete
 
 
-def plan_ring(largest_bytes: int, concurrency: int, budget_bytes: int) -> tuple[int, int, int]:
+class RingPlan(NamedTuple):
+    """How a load divides its memory.
+
+    Attributes:
+        slots: the number of slots; 0 for no ring.
+        slot_bytes: the size of each: a power of two, because torch makes pinned memory in such
+            sizes.
+        fetch_budget_bytes: the memory that is left for the bodies in flight.
+    """
+
+    slots: int
+    slot_bytes: int
+    fetch_budget_bytes: int
+
+
+def plan_ring(largest_bytes: int, concurrency: int, budget_bytes: int) -> RingPlan:
     """Divide a load's memory between the ring and the bodies that are being fetched.
 
     A body in flight counts twice its size, for what the store takes while it is read, and its slot
     counts once. If the budget does not allow one such request, there is no ring.
 
     Args:
+        largest_bytes: the size of the largest body.
+        concurrency: the largest number of requests in flight.
         budget_bytes: memory for the ring and the bodies together.
-
-    Returns:
-        The number of slots, the size of each (a power of two, because torch makes pinned memory in
-        such sizes), and the budget that is left for fetching.
     """
     slot_bytes = 1 << (max(1, largest_bytes) - 1).bit_length()
-    units = budget_bytes // slot_bytes
+    units = budget_bytes // slot_bytes  # a request takes three of these: its body two, its slot one
     if units < 3:
-        return 0, slot_bytes, budget_bytes
-    workers = min(concurrency, max(1, (units - 1) // 3))
-    # Two more slots than requests in flight, for slots that are being copied from.
-    slots = min(units - 2 * workers, workers + 2)
-    return slots, slot_bytes, 2 * workers * slot_bytes
+        return RingPlan(0, slot_bytes, budget_bytes)
+    # With a unit to spare, if there is one: for a slot that is being copied from.
+    requests = min(concurrency, max(1, (units - 1) // 3))
+    # At most two slots to spare; the rest of the budget would not make a load faster.
+    slots = min(units - 2 * requests, requests + 2)
+    return RingPlan(slots, slot_bytes, 2 * requests * slot_bytes)
 
 
 def lanes_into(devices: Iterable[torch.device]) -> dict[torch.device, Lane]:

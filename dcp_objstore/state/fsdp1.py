@@ -61,7 +61,8 @@ class FlatOptimizer:
                 " can load at most one, so remove the others"
             )
         self.lacking: list[str] = []
-        self._without: list[str] = []
+        self._without_state: list[str] = []  # names that `restore` gives no state
+        # Whether a load has to make destinations, because a parameter that trains has no state.
         # A parameter without elements never gets a state, on a rank that has no shard of it.
         self._is_fresh = not optimizer.state or any(
             parameter.requires_grad and parameter.numel() and parameter not in optimizer.state
@@ -74,31 +75,38 @@ class FlatOptimizer:
         self.state_dict["state"] = {name: state[name] for name in state if name in names}
 
     def ask(self, _: Any, record: Record, place: Place, *, strict: bool) -> dict[str, Any]:
-        """Return what to load into; parameters that were saved without state are left out."""
+        """Return what to load into; parameters that were saved without state are left out.
+
+        What is asked for and was not saved, the planner refuses, unless the load is not strict.
+        """
         saved = record.below(place)
         has_state = any(rest.startswith("state.") for rest in saved)
         state = {}
         for name, entries in self.state_dict["state"].items():
             is_saved = not entries or any(f"state.{name}.{entry}" in saved for entry in entries)
-            is_lacking = not is_saved and record.names(name, self._owner) and (strict or saved)
-            if not is_lacking:
+            is_known = record.names(name, self._owner)  # the checkpoint has the parameter itself
+            was_without = not is_saved and is_known and (strict or saved)
+            if not was_without:
                 state[name] = entries
             elif has_state:
                 self.lacking.append(name)
-            if is_lacking or not (is_saved or strict or not self._is_fresh):
-                self._without.append(name)
+            # Not strict, an unsaved entry keeps its value; but one that `_stepping` made has none.
+            is_unfilled = not is_saved and not strict and self._is_fresh
+            if was_without or is_unfilled:
+                self._without_state.append(name)
         return {**self.state_dict, "state": state}
 
     def restore(self, values: dict[str, Any]) -> None:
         """Put loaded values into the optimizer."""
-        for name in self._without:
+        for name in self._without_state:
             values["state"][name] = {}  # torch 2.9 needs one for each parameter
         # Not strict: what the checkpoint lacks was refused, or stays as it is.
         options = StateDictOptions(strict=False)
         with _not_stepping(self._optimizer):
             set_optimizer_state_dict(self._module, self._optimizer, values, options=options)
-        for key in [key for key, state in self._optimizer.state.items() if not state]:
-            del self._optimizer.state[key]
+        state = self._optimizer.state
+        for parameter in [parameter for parameter, entries in state.items() if not entries]:
+            del state[parameter]
 
 
 class _Stepped(defaultdict[Any, Any]):
@@ -112,11 +120,11 @@ class _Stepped(defaultdict[Any, Any]):
 def _not_stepping(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Keep torch from making a state for an optimizer that has none."""
     before = optimizer.state
-    held = optimizer.state = _Stepped(dict, before)
+    stepped = optimizer.state = _Stepped(dict, before)
     try:
         yield
     finally:
-        if optimizer.state is held:  # it has loaded no other
+        if optimizer.state is stepped:  # otherwise it has loaded another
             optimizer.state = before
 
 
@@ -128,15 +136,15 @@ def _stepping(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """
     groups = optimizer.param_groups
     settings = [dict(group) for group in groups]
-    held = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
+    gradients = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
     state, optimizer.state = optimizer.state, defaultdict(dict)
-    for parameter, _ in held:
+    for parameter, _ in gradients:
         parameter.grad = None
     try:
         yield
     finally:
         optimizer.state = state
-        for parameter, gradient in held:
+        for parameter, gradient in gradients:
             parameter.grad = gradient
         for group, before in zip(groups, settings, strict=True):
             group.update(before)

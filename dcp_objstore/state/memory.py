@@ -23,13 +23,18 @@ from dcp_objstore.transfer.memory import ByteArray
 class Exposed:
     """Memory in NumPy's array interface. It dies with the last array made of it, and keeps `owner`.
 
-    (What owns the memory: a tensor, or another array.)
+    Args:
+        owner: what the memory belongs to: a tensor, or another array.
+        address: where the memory begins.
+        size_bytes: its size.
+        layout: entries of the interface that say how elements lie in it. Default: as bytes.
     """
 
     def __init__(self, owner: object, address: int, size_bytes: int, **layout: object) -> None:
         self._owner = owner
-        of_bytes = {"shape": (size_bytes,), "typestr": "|u1"}
-        self.__array_interface__ = {"version": 3, "data": (address, False), **of_bytes, **layout}
+        as_bytes = {"shape": (size_bytes,), "typestr": "|u1"}
+        data = address, False  # not read-only
+        self.__array_interface__ = {"version": 3, "data": data, **as_bytes, **layout}
 
 
 def byte_memory(tensor: torch.Tensor) -> ByteArray | None:
@@ -76,7 +81,7 @@ def device_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def same_memory(value: Any) -> tuple[object, ...] | None:
-    """Return what stands for the elements of a tensor: equal if two are the same, as tied weights.
+    """Return what stands for the elements of a tensor: equal for the same ones, as of tied weights.
 
     None if it is not a plain tensor. For a DTensor, the rank's own part decides, which may
     be empty.
@@ -84,8 +89,8 @@ def same_memory(value: Any) -> tuple[object, ...] | None:
     local = torch_private.local_tensor(value)
     if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout != torch.strided:
         return None
-    place = torch_private.storage_number(local), local.storage_offset()
-    return *place, local.shape, local.stride(), local.dtype
+    begin = torch_private.storage_number(local), local.storage_offset()
+    return *begin, local.shape, local.stride(), local.dtype
 
 
 def reach(tensor: torch.Tensor) -> int:
@@ -115,19 +120,19 @@ def copy_elements(source: torch.Tensor, destination: torch.Tensor) -> None:
             or the destination is a wrapper whose class does not take the elements.
     """
     if is_wrapper(destination) and torch_private.are_alike(source, destination):
-        for part, own in zip(parts(source), parts(destination), strict=True):
-            copy_elements(part, own)
+        for source_part, part in zip(parts(source), parts(destination), strict=True):
+            copy_elements(source_part, part)
         return
-    if is_wrapper(destination):
+    if is_wrapper(destination):  # of another class, or with other settings: by its `copy_`
         check_takes_values(destination)
     if source.is_quantized or destination.is_quantized:
         _check_quantization(source, destination)
-    have, to = byte_memory(source), byte_memory(destination)
-    if have is None or to is None or source.dtype != destination.dtype:
+    source_bytes, destination_bytes = byte_memory(source), byte_memory(destination)
+    if source_bytes is None or destination_bytes is None or source.dtype != destination.dtype:
         with torch.inference_mode(parts(destination)[0].is_inference()), torch.no_grad():
             destination.copy_(values_of(source))
     else:
-        to[:] = have
+        destination_bytes[:] = source_bytes
         count_write(destination)
 
 
@@ -142,17 +147,18 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_takes_values(wrapper: torch.Tensor) -> None:
-    """Raise unless the class of a wrapper copies plain elements into it. Tried with a copy of it.
+    """Raise unless the class of a wrapper copies plain elements into it.
 
-    A class whose `copy_` turns the wrapper into a plain tensor first changes only that tensor, and
-    raises no error.
+    Ones, then zeros are copied to a trial wrapper, which must differ after the two copies. A class
+    whose `copy_` turns the wrapper into a plain tensor first changes only that tensor, and raises
+    no error.
 
     Raises:
         StateMismatchError: the class refuses the elements, or the copy stays as it was.
     """
     trial, parts_after = with_own_memory(wrapper), []
     try:
-        for number in (1, 0) if wrapper.numel() else ():
+        for number in (1, 0) if wrapper.numel() else ():  # without elements, nothing can be tried
             values = torch.full(wrapper.shape, number, dtype=wrapper.dtype, device=wrapper.device)
             with torch.no_grad():
                 trial.copy_(values)
@@ -198,6 +204,9 @@ class _Region(NamedTuple):
     """The place of a key's tensors: bytes `[start, end)`, of which they take `size_bytes`.
 
     They are parts of one tensor, or of one of those that a wrapper is made of.
+
+    Attributes:
+        number: the region's place in the order of filling.
     """
 
     key: str
@@ -214,20 +223,29 @@ class _Region(NamedTuple):
         return is_dense and self.start <= other.start and other.end <= self.end
 
 
-def fill_order(tensors: Mapping[str, Sequence[torch.Tensor]]) -> tuple[set[str], set[str]]:
+class FillOrder(NamedTuple):
+    """How to fill keys that share memory.
+
+    Attributes:
+        covered: the keys that need not be filled, because later keys fill all of their memory.
+        last: the keys to fill after the others, because they share elements with an earlier one.
+    """
+
+    covered: set[str]
+    last: set[str]
+
+
+def fill_order(tensors: Mapping[str, Sequence[torch.Tensor]]) -> FillOrder:
     """Return how to fill keys that share memory as if one key were filled after the other.
 
     Args:
         tensors: the tensors of each key, which do not overlap one another; in the order of filling.
-
-    Returns:
-        The keys that need not be filled, because later keys fill all of their memory, and the keys
-        to fill after the others, because they share elements with an earlier one.
     """
     regions: list[_Region] = []
-    for key, of_key in tensors.items():
-        for of_part in zip(*map(parts, of_key), strict=True):
-            nonempty = [tensor for tensor in of_part if tensor.numel()]
+    for key, key_tensors in tensors.items():
+        # One by one the parts of which the key's tensors are made: of a plain one, itself.
+        for same_parts in zip(*map(parts, key_tensors), strict=True):
+            nonempty = [part for part in same_parts if part.numel()]
             if nonempty:
                 regions.append(_region(key, len(regions), nonempty))
     # The pairs of overlapping regions of two keys, the one filled earlier first.
@@ -243,16 +261,17 @@ def fill_order(tensors: Mapping[str, Sequence[torch.Tensor]]) -> tuple[set[str],
             if before.key != region.key:
                 pairs.append(sorted((before, region), key=attrgetter("number")))
         open_regions.append(region)
-    hidden = {earlier.number for earlier, later in pairs if later.covers(earlier)}
-    needed = {region.key for region in regions if region.number not in hidden}
+    hidden_numbers = {earlier.number for earlier, later in pairs if later.covers(earlier)}
+    # A wrapper has a region for each part. It is needed as long as one of them is not hidden.
+    needed = {region.key for region in regions if region.number not in hidden_numbers}
     covered = {region.key for region in regions} - needed
-    after = {
+    last = {
         later.key
         for earlier, later in pairs
         if needed.issuperset((earlier.key, later.key))
-        and any(itertools.starmap(_meet, itertools.product(earlier.tensors, later.tensors)))
+        and any(itertools.starmap(_overlap, itertools.product(earlier.tensors, later.tensors)))
     }
-    return covered, after
+    return FillOrder(covered, last)
 
 
 def _region(key: str, number: int, tensors: Sequence[torch.Tensor]) -> _Region:
@@ -274,13 +293,16 @@ def _region(key: str, number: int, tensors: Sequence[torch.Tensor]) -> _Region:
     )
 
 
-def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether tensors have a byte in common. (Columns of one matrix have none.)"""
     return np.shares_memory(_addresses(one.squeeze()), _addresses(other.squeeze()))
 
 
 def _addresses(tensor: torch.Tensor) -> ByteArray:
-    """Return an array with the elements' addresses. It may be a GPU's memory, which is not read."""
+    """Return an array with the addresses of the elements, for `np.shares_memory` alone.
+
+    It may be the memory of a GPU, which nothing may read here.
+    """
     strides = tuple(step * tensor.itemsize for step in tensor.stride())
     layout = {"shape": (*tensor.shape,), "strides": strides, "typestr": f"|V{tensor.itemsize}"}
     return np.asarray(Exposed(tensor, tensor.data_ptr(), 0, **layout))

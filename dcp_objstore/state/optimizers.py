@@ -33,7 +33,7 @@ from dcp_objstore.state.trainable import prefixes
 if TYPE_CHECKING:
     from dcp_objstore.state.record import Path, Place, Record
 
-_OWN = ("params", "param_names")  # entries of a group that say which parameters it has
+_MEMBERS = ("params", "param_names")  # entries of a group that say which parameters it has
 
 
 class _Parameter(NamedTuple):
@@ -67,18 +67,19 @@ class NamedOptimizer:
         owner: Place,
     ) -> None:
         self._outer, self._optimizer, self._owner = optimizer, _inner(optimizer), owner
+        # By numbers, as the optimizer has it: `param_groups` and, by number, `state`.
         self._packed: dict[str, Any] = self._optimizer.state_dict()
-        self._asked: Asked | None = None
+        self._asked: Asked | None = None  # until `ask`, and after it if nothing was saved
         self.lacking: list[str] = []
         self.has_names = is_numbered_state(self._packed)
         if not self.has_names:
             return
-        of_id: dict[int, list[str]] = defaultdict(list)
+        names_of_id: dict[int, list[str]] = defaultdict(list)
         for name, tensor in torch_private.all_parameters(module):
-            of_id[id(tensor)].append(name)
+            names_of_id[id(tensor)].append(name)
         pairs = zip(self._optimizer.param_groups, self._packed["param_groups"], strict=True)
         self._parameters = {
-            number: _Parameter(tensor, of_id[id(tensor)], packed)
+            number: _Parameter(tensor, names_of_id[id(tensor)], packed)
             for group, packed in pairs
             for number, tensor in zip(packed["params"], group["params"], strict=True)
         }
@@ -101,11 +102,11 @@ class NamedOptimizer:
         self.state_dict = {**self._packed, "state": state, "param_groups": groups}
         if not state:
             del self.state_dict["state"]
-        of_groups = repr([group["params"] for group in groups])
-        digest = xxhash.xxh3_64_hexdigest(of_groups.encode())
+        members = repr([group["params"] for group in groups])
+        digest = xxhash.xxh3_64_hexdigest(members.encode())
         self._own_groups = f"groups.{digest}"
         if rank_and_world_size()[1] > 1:
-            self.state_dict["groups"] = {digest: (groups,)}
+            self.state_dict["groups"] = {digest: (groups,)}  # in a tuple: DCP stores it as one
 
     def ask(
         self, current: Any, record: Record, place: Place, *, strict: bool
@@ -115,7 +116,7 @@ class NamedOptimizer:
         if not asked.saved:
             return None
         self._asked, self._place, self._strict = asked, ".".join(place), strict
-        places = record.places_beside(self._owner)
+        places = record.places_beside(self._owner)  # a parameter of another rank may be in each
         is_parameter = functools.cache(
             lambda name: any(record.names(name, (place,)) for place in places)
         )
@@ -123,13 +124,13 @@ class NamedOptimizer:
             path = self._path_of(rest, saved_path, asked, is_parameter)
             if path is None:
                 continue
-            now = asked.own.get(rest)
+            own = asked.own.get(rest)
             if path[0] == "param_groups":
-                asked.ask(rest, path, None, like=now)
+                asked.ask(rest, path, None, like=own)  # `restore` chooses among several groups
             else:
                 saved = record.entries[f"{self._place}.{rest}"]
-                fits = isinstance(now, torch.Tensor) and now.size() == getattr(saved, "size", None)
-                asked.ask(rest, path, now if fits else None, self._like(path, saved, record))
+                fits = isinstance(own, torch.Tensor) and own.size() == getattr(saved, "size", None)
+                asked.ask(rest, path, own if fits else None, self._like(path, saved, record))
         self._known = {
             number for name, number in self._number_of.items() if record.names(name, self._owner)
         }
@@ -145,15 +146,25 @@ class NamedOptimizer:
     def _path_of(
         self, rest: str, path: Path, asked: Asked, is_parameter: Callable[[str], bool]
     ) -> Path | None:
-        """Return where a saved entry belongs in a state dict by first names; None: not here."""
+        """Return where a saved entry belongs in a state dict by first names; None: not here.
+
+        Args:
+            rest: the entry's name below the optimizer, such as "state.net.0.weight.exp_avg".
+            path: its path there, if the save noted it: ("state", "net.0.weight", "exp_avg").
+            asked: the request that it will be part of.
+            is_parameter: whether a module of the checkpoint has a parameter of a name.
+        """
         kind, _, tail = rest.partition(".")
-        if kind == "groups":
+        if kind == "groups":  # of other parameters only if the save had no rank with just these
             is_own = rest == self._own_groups or self._own_groups not in asked.saved
             return path if is_own else None
-        if kind not in ("state", "param_groups"):
+        if kind not in ("state", "param_groups"):  # an optimizer may have more entries
             return path
         own = next((name for name in prefixes(tail) if name in self._number_of), None)
-        if kind == "param_groups" and (own is None or (path[0] == kind and type(path[1]) is int)):
+        # "param_groups.0.lr"; in torch's flattened form, "param_groups.net.0.weight.lr". A
+        # parameter may be called "0": then the number in the path decides.
+        is_numbered = own is None or (path[0] == kind and type(path[1]) is int)
+        if kind == "param_groups" and is_numbered:
             number = tail.partition(".")[0]
             inner = below(path, len(f"{kind}.{number}."))
             return (kind, int(number), *inner) if number.isdecimal() else None
@@ -172,12 +183,13 @@ class NamedOptimizer:
         if len(path) < 3 or path[0] != "state" or path[1] not in self._number_of:
             return None
         tensor, _, group = self._parameters[self._number_of[path[1]]]
-        if path[-1] == "step" and not (group.get("capturable") or group.get("fused")):
+        on_device = group.get("capturable") or group.get("fused")
+        if path[-1] == "step" and not on_device:
             return None
         like = tensor.detach()
         if isinstance(like, DTensor) and not is_sharded(saved):
-            parameter = record.entries.get(".".join((*self._owner, path[1])))
-            like = torch_private.local_tensor(like) if is_sharded(parameter) else like
+            saved_parameter = record.entries.get(".".join((*self._owner, path[1])))
+            like = torch_private.local_tensor(like) if is_sharded(saved_parameter) else like
         return like
 
     def restore(self, values: Mapping[str, Any]) -> None:
@@ -191,24 +203,25 @@ class NamedOptimizer:
             return
         loaded = self._asked.loaded(values)
         groups = self._loaded_groups(loaded.pop("groups", {}), loaded.pop("param_groups", []))
-        before, saved, state = self._packed["state"], loaded.pop("state", {}), {}
+        before, by_name, by_number = self._packed["state"], loaded.pop("state", {}), {}
         for number, (_, names, _) in self._parameters.items():
-            if names[0] in saved:
-                state[number] = alike(before.get(number, {}), saved.pop(names[0]))
+            if names[0] in by_name:
+                by_number[number] = alike(before.get(number, {}), by_name.pop(names[0]))
             elif number in before and number not in self._known:
-                state[number] = before[number]
-        if not self._strict:  # counters, too
-            state |= {key: item for key, item in before.items() if key not in self._parameters}
+                # A parameter that the checkpoint does not have keeps its state.
+                by_number[number] = before[number]
+        if not self._strict:  # what belongs to no parameter, such as a counter, stays, too
+            by_number |= {key: item for key, item in before.items() if key not in self._parameters}
         packed = {
             **self._packed,
             **{key: alike(self._packed.get(key), item) for key, item in loaded.items()},
-            "state": state | saved,
+            "state": by_number | by_name,  # saved counters are left in `by_name`
             "param_groups": groups,
         }
         self._optimizer.load_state_dict(packed)
         if self._outer is not self._optimizer:  # its groups have the parameters of all ranks
             for outer, group in zip(self._outer.param_groups, groups, strict=True):
-                outer.update({key: group[key] for key in group if key not in _OWN})
+                outer.update({key: group[key] for key in group if key not in _MEMBERS})
 
     def _loaded_groups(self, of_ranks: Mapping[str, Any], settings: Any) -> list[dict[str, Any]]:
         """Return the optimizer's groups with the settings that were saved for their parameters.
@@ -220,27 +233,29 @@ class NamedOptimizer:
         by_name = settings if isinstance(settings, dict) else {}
         saved = [group for (groups,) in of_ranks.values() for group in groups]
         saved += [] if by_name else settings
-        sources = {name: group for group in saved[::-1] for name in group.get("params", ())}
-        sources |= by_name
+        # Where several groups have a parameter, the first counts: that of the ranks' own groups.
+        group_of = {name: group for group in saved[::-1] for name in group.get("params", ())}
+        group_of |= by_name
         empty = iter([group for group in saved if not group.get("params")])
         defaults = getattr(self._optimizer, "defaults", ())  # PostLocalSGDOptimizer has none
         groups, kept = [], []
-        for at, own in enumerate(self._packed["param_groups"]):
+        for index, own in enumerate(self._packed["param_groups"]):
             names = [name for number in own["params"] for name in self._parameters[number].names]
-            of_names = [sources[name] for name in names if name in sources]
-            found = of_names if names else [*itertools.islice(empty, 1)]
-            agreed, differing = _common(found)
+            named_groups = [group_of[name] for name in names if name in group_of]
+            # Groups without parameters have no names; they are paired in their order.
+            sources = named_groups if names else [*itertools.islice(empty, 1)]
+            agreed, differing = _common(sources)
             if differing and self._strict:
                 raise StateMismatchError(
-                    f"parameters of group {at} of this optimizer were saved in groups with other"
+                    f"parameters of group {index} of this optimizer were saved in groups with other"
                     f" settings than each other ({first_few(differing, 3)}): group them as they"
                     " were saved, or pass strict=False",
-                    key=f"{self._place}.param_groups.{at}",
+                    key=f"{self._place}.param_groups.{index}",
                 )
-            if differing or not found:
-                kept.append(f"group {at}: {first_few(differing, 3) or 'all'}")
+            if differing or not sources:
+                kept.append(f"group {index}: {first_few(differing, 3) or 'all'}")
             # A setting that the constructor knows stays: an older version may not have saved it.
-            stays = (*_OWN, *differing, *defaults) if found else own
+            stays = (*_MEMBERS, *differing, *defaults) if sources else own
             groups.append({key: own[key] for key in own if key in stays} | copy.deepcopy(agreed))
         if kept:
             logger.warning(
@@ -253,10 +268,13 @@ class NamedOptimizer:
 
 
 def _common(groups: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings that these groups agree on, and the names of those that differ."""
+    """Return the settings that these groups agree on, and the names of those that differ.
+
+    A setting that some of them lack differs. A group may be listed once for each parameter.
+    """
     groups = [*{id(group): group for group in groups}.values()]
     agreed, differing = {}, []
-    for name in dict.fromkeys(name for group in groups for name in group if name not in _OWN):
+    for name in dict.fromkeys(name for group in groups for name in group if name not in _MEMBERS):
         first, *others = [group[name] for group in groups if name in group]
         if len(others) + 1 == len(groups) and all(_same(first, other) for other in others):
             agreed[name] = first
@@ -267,12 +285,9 @@ def _common(groups: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
 
 def _same(one: Any, other: Any) -> bool:
     """Return whether two values are equal; a tensor equals only a tensor."""
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return (
-            isinstance(one, torch.Tensor)
-            and isinstance(other, torch.Tensor)
-            and torch.equal(one, other)
-        )
+    are_tensors = [isinstance(value, torch.Tensor) for value in (one, other)]
+    if any(are_tensors):
+        return all(are_tensors) and torch.equal(one, other)
     return bool(one == other)
 
 

@@ -73,16 +73,16 @@ class PerRank:
                 The tuple is empty if the checkpoint has none.
         """
         values = {int(name): packed[0] for name, packed in loaded.items() if packed}
-        own = int(own_name())
+        own_rank = int(own_name())
         if self.choice == "list":
             self.values = [values[rank] for rank in sorted(values)] if values else None
             self.restored = bool(values)
         else:
-            self.restored = own in values
-            if own in values and is_stateful(self.value):
-                self.value.load_state_dict(values[own])
-            elif own in values:
-                self.value = values[own]
+            self.restored = own_rank in values
+            if own_rank in values and is_stateful(self.value):
+                self.value.load_state_dict(values[own_rank])
+            elif own_rank in values:
+                self.value = values[own_rank]
 
 
 def own_name() -> str:

@@ -39,6 +39,8 @@ class Empty:
 
 
 class _Destination(NamedTuple):
+    """Where a new tensor to load into stands, so that another can take its place."""
+
     holder: dict[str, Any]
     name: str
 
@@ -80,8 +82,11 @@ class Record:
         return ".".join((*place, name)) in self.entries
 
     def places_beside(self, place: Place) -> set[str]:
-        """Return this place and all others at the same depth, by name."""
-        depth = ".".join(place).count(".") + 1
+        """Return this place and all others at the same depth, by name.
+
+        The places beside ("model", "0") are "model.0", "model.1", "optimizer.state" and so on.
+        """
+        depth = ".".join(place).count(".") + 1  # a step of a place may have dots, too
         return {".".join(key.split(".", depth)[:depth]) for key in self._sorted}
 
     def takes(self, key: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> bool:
@@ -125,7 +130,7 @@ def below(path: Path, length: int) -> Path:
         length -= len(str(step)) + 1
         if not length:
             return path[number + 1 :]
-        if length < 0:
+        if length < 0:  # ("a.b.c", "d") below "a." is ("b", "c", "d")
             return (*str(step)[length + 1 :].split("."), *path[number + 1 :])
     return path
 
@@ -184,17 +189,20 @@ class Asked:
         for name, path in self.saved.items():
             # The entry of a list that has grown is like the tensor before it.
             numbers = range(path[-1], -1, -1) if type(path[-1]) is int else ()
-            before = (self.own.get(_name((*path[:-1], number))) for number in numbers)
-            like = next((item for item in before if isinstance(item, torch.Tensor)), None)
+            entries = (self.own.get(_name((*path[:-1], number))) for number in numbers)
+            like = next((entry for entry in entries if isinstance(entry, torch.Tensor)), None)
             self.ask(name, path, self.own.get(name), like)
         containers = {
             _name(path[:number]) for path in self.saved.values() for number in range(len(path))
         }
         for name, (path, item) in self._own_paths.items():
-            above = [(_name(path[:number]), step) for number, step in enumerate(path)]
+            # Each container around the entry, with the step that leads on from it.
+            outers = [(_name(path[:number]), step) for number, step in enumerate(path)]
+            # Saved were entries below it, a value in place of a container around it, or other
+            # entries of a list that it is in.
             is_decided = name in containers or any(
                 outer in self.saved or (outer in containers and type(step) is int)
-                for outer, step in above
+                for outer, step in outers
             )
             if name not in self.saved and not is_decided:
                 self.paths[name], self.wanted[name] = path, item
@@ -214,7 +222,7 @@ def is_sharded(saved: Any) -> bool | None:
 
 
 def _destination(saved: TensorStorageMetadata, like: Any) -> torch.Tensor:
-    """Return a new tensor to load into."""
+    """Return a new tensor to load into. `like` is that of `Asked.ask`."""
     dtype = saved.properties.dtype or torch.uint8  # one that is unknown is refused when it is read
     device = getattr(like, "device", "cpu")
     if not isinstance(like, torch.Tensor) or like.size() != saved.size:
@@ -228,18 +236,22 @@ def _destination(saved: TensorStorageMetadata, like: Any) -> torch.Tensor:
             )
         return torch.empty(saved.size, dtype=dtype, device=device)
     local = torch_private.local_tensor(like)
-    if torch_private.is_wrapper(local):
-        made = torch.empty(local.size(), dtype=dtype, device=device)
+    if torch_private.is_wrapper(local):  # plain, as other ranks or versions may have saved it
+        shard = torch.empty(local.size(), dtype=dtype, device=device)
     else:
-        made = torch.empty_like(local, dtype=dtype)
-    return torch_private.dtensor_alike(made, like) if isinstance(like, DTensor) else made
+        shard = torch.empty_like(local, dtype=dtype)
+    return torch_private.dtensor_alike(shard, like) if isinstance(like, DTensor) else shard
 
 
 def _placements(saved: TensorStorageMetadata, mesh: DeviceMesh) -> list[Placement]:
-    """Return placements as those of the saved tensor, which may be of another mesh."""
-    dims = {dim for chunk in saved.chunks for dim, at in enumerate(chunk.offsets) if at}
-    is_split = len(dims) == mesh.ndim == 1
-    return [Shard(dims.pop())] if is_split else [Replicate()] * mesh.ndim
+    """Return placements like those of the saved tensor, which may be of another mesh.
+
+    A tensor that was split along one dimension is split on a mesh of one dimension; any other is
+    whole on each rank.
+    """
+    split_dims = {dim for chunk in saved.chunks for dim, start in enumerate(chunk.offsets) if start}
+    can_split = len(split_dims) == mesh.ndim == 1
+    return [Shard(split_dims.pop())] if can_split else [Replicate()] * mesh.ndim
 
 
 def is_whole(value: list[Any]) -> bool:
@@ -312,7 +324,8 @@ def _nested(items: Iterable[tuple[Path, Any]]) -> Any:
     for path, value in items:
         node = root
         for step in path[:-1]:
-            if not isinstance(node.get(step), _Node):  # another rank's may have been empty
+            # Another rank may have saved an empty container there, as a value.
+            if not isinstance(node.get(step), _Node):
                 node[step] = _Node()
             node = node[step]
         node[path[-1]] = value
@@ -320,6 +333,7 @@ def _nested(items: Iterable[tuple[Path, Any]]) -> Any:
 
 
 def _built(value: Any) -> Any:
+    """Return a container under construction as a list if all its steps are int, else as a dict."""
     if not isinstance(value, _Node):
         return value
     if value and all(type(step) is int for step in value):
@@ -336,22 +350,22 @@ def alike(original: Any, loaded: Any) -> Any:
     What the loaded value has, it keeps, also where `original` has less or more.
     """
     if isinstance(original, Mapping) and isinstance(loaded, Mapping):
-        rest = {str(key): (key, item) for key, item in loaded.items()}
+        pair_of = {str(key): (key, item) for key, item in loaded.items()}
         items = {}
         for key, own in original.items():
-            if str(key) in rest:
-                _, item = rest.pop(str(key))
+            if str(key) in pair_of:
+                _, item = pair_of.pop(str(key))
                 items[key] = alike(own, item)
             elif isinstance(own, Mapping) and not any(leaves(own)):
                 items[key] = own  # a dict without entries is not stored
-        items.update(rest.values())
+        items.update(pair_of.values())  # what `original` does not have
         if not isinstance(original, MutableMapping):
             return items
-        same = copy.copy(original)  # also of a Counter, an OrderedDict, a defaultdict
-        same.clear()
-        same.update(items)
-        return same
+        container = copy.copy(original)  # also of a Counter, an OrderedDict, a defaultdict
+        container.clear()
+        container.update(items)
+        return container
     if isinstance(original, list) and isinstance(loaded, list) and not is_whole(original):
-        known = [alike(*pair) for pair in zip(original, loaded, strict=False)]
-        return [*known, *loaded[len(known) :]]
+        paired = [alike(*pair) for pair in zip(original, loaded, strict=False)]
+        return [*paired, *loaded[len(paired) :]]
     return loaded

@@ -96,7 +96,7 @@ class Ring:
         # A slot returns where its buffer dies: in any thread, even during a call of this queue.
         # Only SimpleQueue is reentrant.
         self._idle: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-        self._unmade = threading.Semaphore(count)
+        self._unmade = threading.Semaphore(count)  # counts the slots that can still be allocated
 
     def try_acquire(self) -> Slot | None:
         """Return a slot to write to, or None if all slots are in use."""
@@ -104,7 +104,7 @@ class Ring:
             slot = self._idle.get_nowait()
         except queue.Empty:
             return self._make()
-        if not slot.has_copied():
+        if not slot.has_copied():  # a new slot costs less than to wait for the device
             another = self._make()
             if another is not None:
                 self._idle.put(slot)
@@ -119,7 +119,7 @@ class Ring:
             check_stopped: callable that raises if the wait must end; called while waiting.
         """
         slot = self.try_acquire()
-        if slot is None:
+        if slot is None:  # all are in use, so one will come back
             check_stopped()
             slot = take(self._idle, check=check_stopped, step_seconds=STEP_SECONDS)
             slot.wait_for_copies()
@@ -134,6 +134,7 @@ class Ring:
         return lend(slot.array, functools.partial(self._idle.put, slot))
 
     def _make(self) -> Slot | None:
+        """Allocate one more slot; None if all slots of the ring were allocated."""
         if not self._unmade.acquire(blocking=False):
             return None
         try:

@@ -64,7 +64,7 @@ class _Leaf:
         module: the module itself, or that of a `Trainable`; None for other values.
         optimizer: an optimizer by names.
         is_decided: whether the checkpoint decides what a load asks for.
-        asked: what a load asks for of such a value.
+        asked: what a load asks for of such a value; set by `ask`, if anything was saved of it.
     """
 
     path: Path
@@ -138,14 +138,14 @@ class ConvertedState:
         modules back the parameters that the optimizers have.
         """
         whole: list[Path] = []
-        found = sorted(
+        values = sorted(
             leaves(self._state, (), self._is_decided, whole),
-            key=lambda leaf: (_rank_of(leaf[1]), _place(leaf[0])),
+            key=lambda item: (_turn_of(item[1]), _place(item[0])),
         )
         self.whole += map(_place, whole)
-        modules = {path: value for path, value in found if _rank_of(value) == 0}
+        modules = {path: value for path, value in values if isinstance(value, _MODULES)}
         converted: list[_Leaf] = []
-        for path, value in found:
+        for path, value in values:
             if type(value) is torch.Tensor:  # the most by far
                 converted.append(_Leaf(path, value, value))
                 continue
@@ -156,7 +156,8 @@ class ConvertedState:
     def _is_decided(self, value: Any) -> bool:
         """Whether the checkpoint decides what is loaded into a dict or list.
 
-        So it is for what `Optimizer.state_dict` returns, and for its parts if it is the state.
+        It decides for what `Optimizer.state_dict` returns. If that is the whole state, which has
+        no place of its own, it decides for the parts: "state" and "param_groups".
         """
         if is_numbered_state(self._state):
             return any(value is part for part in self._state.values())
@@ -186,17 +187,19 @@ class ConvertedState:
             )
         if not is_stateful(value) and not self._is_decided(value):
             return _Leaf(path, value, value)
+        # A Stateful object, an optimizer that torch cannot name, or an optimizer's state dict.
         self.whole.append(place)
         original = value.state_dict() if is_stateful(value) else value
         return _Leaf(path, value, original, is_decided=isinstance(original, Mapping | list))
 
     def _convert_module(self, path: Path, value: torch.nn.Module | Trainable) -> _Leaf:
-        whole = _module_state(_module_in(value))
+        """Return how to save or load a module; of a `Trainable`, note what is left out."""
+        state = _module_state(_module_in(value))
         if isinstance(value, torch.nn.Module):
             self.whole.append(_place(path))
-            return _Leaf(path, value, whole, value)
-        part = value.part_of(whole)
-        self.left_out[_place(path)] = count_left_out(whole, part)
+            return _Leaf(path, value, state, value)
+        part = value.part_of(state)
+        self.left_out[_place(path)] = count_left_out(state, part)
         return _Leaf(path, value, part, value.module)
 
     def _named(
@@ -235,9 +238,12 @@ class ConvertedState:
                 ' to_empty(device="cuda") on it, or name another device'
             )
             buffers = leaf.value.named_buffers()
-            fill = [name for name, of in buffers if of.is_meta and name not in leaf.original]
-            names = first_few(fill, 3)
-            advice += f". Then compute the buffers that no checkpoint has ({names})" if fill else ""
+            unsaved = [
+                name for name, buffer in buffers if buffer.is_meta and name not in leaf.original
+            ]
+            if unsaved:
+                names = first_few(unsaved, 3)
+                advice += f". Then compute the buffers that no checkpoint has ({names})"
         raise UnsupportedError(
             "the state has tensors on the meta device, with no memory to load into"
             f" ({first_few([name for _, name in on_meta], 3)})",
@@ -259,14 +265,17 @@ class ConvertedState:
         if not isinstance(value, Mapping):
             return value
         if not value and not self._loading:
+            # DCP stores nothing of an empty dict. Below a place where the checkpoint decides, a
+            # load would not make one again.
             is_needed = any(path[:number] in self._decided for number in range(1, len(path)))
             return Empty if is_needed else {}
+        name_of = str if self._loading else _literal_name
         plain: dict[str, Any] = {}
         for key, item in value.items():
-            name = key if type(key) is str else str(key) if self._loading else _literal_name(key)
+            name = key if type(key) is str else name_of(key)
             if name in plain:
                 other = next(other for other in value if str(other) == name)
-                raise _clash(f"the keys {other!r} and {key!r} of {_shown(path)}", (*path, key))
+                raise _clash(f"the keys {other!r} and {key!r} of {_as_code(path)}", (*path, key))
             plain[name] = self._plain(item, (*path, key))
         return plain
 
@@ -274,10 +283,10 @@ class ConvertedState:
         """Refuse a value whose name is also that of a rank's value of a `PerRank`."""
         places = {_name(place): place for place in self.per_rank}
         for leaf in self._leaves if places else ():
-            above, _, rank = _name(leaf.path).rpartition(".")
-            if above in places and rank.isdecimal():
-                per_rank = f"rank {rank}'s value of the PerRank at {_shown(places[above])}"
-                raise _clash(f"{_shown(leaf.path)} and {per_rank}", leaf.path)
+            outer, _, rank = _name(leaf.path).rpartition(".")
+            if outer in places and rank.isdecimal():
+                per_rank = f"rank {rank}'s value of the PerRank at {_as_code(places[outer])}"
+                raise _clash(f"{_as_code(leaf.path)} and {per_rank}", leaf.path)
 
     def _convert_per_rank(self, path: Path, value: PerRank) -> dict[str, Any]:
         """Return this rank's entries of a PerRank: to save, or to be filled by a load."""
@@ -317,8 +326,8 @@ class ConvertedState:
     @property
     def lacking(self) -> list[str]:
         """Names of parameters that get no optimizer state, while others of the optimizer do."""
-        named = [leaf.optimizer for leaf in self._leaves if leaf.optimizer is not None]
-        return sorted(name for optimizer in named for name in optimizer.lacking)
+        optimizers = [leaf.optimizer for leaf in self._leaves if leaf.optimizer is not None]
+        return sorted(name for optimizer in optimizers for name in optimizer.lacking)
 
     def restore(self) -> None:
         """Put the loaded `state_dict` back into the user's state.
@@ -348,20 +357,20 @@ class ConvertedState:
         if leaf.asked is not None:
             loaded = leaf.asked.loaded(loaded)
             if is_numbered_state(leaf.value):  # torch's own checkpoints have the numbers as str
-                numbered = loaded.get("state", {}).items()
                 loaded["state"] = {
-                    int(key) if str(key).isdecimal() else key: value for key, value in numbered
+                    int(key) if str(key).isdecimal() else key: entries
+                    for key, entries in loaded.get("state", {}).items()
                 }
         loaded = alike(leaf.original, loaded)
         if leaf.module is not None:
             # The planner has checked the names of a part.
             options = StateDictOptions(strict=leaf.value is leaf.module)
-            if loaded:
+            if loaded:  # torch refuses an empty one
                 set_model_state_dict(leaf.module, loaded, options=options)
         elif is_stateful(leaf.value):  # or an optimizer whose state dict has another form
             with torch.inference_mode(mode=False):  # what is made can be changed later
                 leaf.value.load_state_dict(loaded)
-        elif isinstance(leaf.value, list) and isinstance(loaded, list):
+        elif isinstance(leaf.value, list) and isinstance(loaded, list):  # also of another length
             leaf.value[:] = loaded
         elif isinstance(leaf.value, dict):
             leaf.value.clear()
@@ -370,7 +379,7 @@ class ConvertedState:
             _at(self._state, leaf.path[:-1], by_str=False)[leaf.path[-1]] = loaded
 
 
-def _rank_of(value: Any) -> int:
+def _turn_of(value: Any) -> int:
     """Return where a value stands in the order of conversions and of restoring."""
     if isinstance(value, _MODULES):
         return 0
@@ -381,7 +390,13 @@ def _rank_of(value: Any) -> int:
 def _named_errors(value: Any, path: Path, call: str) -> Iterator[None]:
     """Turn what a value's own methods raise into an error that names it.
 
-    Not what breaks off a collective: FSDP1's state dict is one.
+    What may have broken off a collective passes: FSDP1's state dict is one, and only the caller
+    (`typed_failures`) can tell which rank failed.
+
+    Args:
+        value: the value.
+        path: its path in the state.
+        call: the method that is called in the block.
     """
     try:
         yield
@@ -408,10 +423,12 @@ def _named_errors(value: Any, path: Path, call: str) -> Iterator[None]:
 
 
 def _module_in(value: torch.nn.Module | Trainable) -> torch.nn.Module:
+    """Return the module, also of a `Trainable`."""
     return value.module if isinstance(value, Trainable) else value
 
 
 def _module_state(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the module's state dict by names that no wrapper changes. Under FSDP1 a collective."""
     # torch mistakes an empty result for a wrong option and raises. (Parameters are checked first,
     # because under FSDP1 `state_dict` is a collective.)
     if next(module.parameters(), None) is None and not module.state_dict():
@@ -426,14 +443,14 @@ def _module_of(
     path: Path,
 ) -> Path:
     """Return the place of the smallest module that has all of the optimizer's parameters."""
-    wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    held = {
-        place: {id(parameter) for parameter in _module_in(module).parameters()}
+    optimized = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    ids_of = {
+        place: {id(tensor) for tensor in _module_in(module).parameters()}
         for place, module in modules.items()
     }
-    owners = [place for place, ids in held.items() if wanted <= ids]
+    owners = [place for place, ids in ids_of.items() if optimized <= ids]
     if owners:
-        return min(owners, key=lambda place: len(held[place]))
+        return min(owners, key=lambda place: len(ids_of[place]))
     raise StateMismatchError(
         "no module of the state has all parameters of this optimizer",
         advice="add the module that contains all of them to the state, or make one optimizer per"
@@ -443,6 +460,7 @@ def _module_of(
 
 
 def _place(path: Path) -> Place:
+    """Return a path with its steps as str."""
     return tuple(map(str, path))
 
 
@@ -476,30 +494,36 @@ class AgreeingPlanner:
         with self._typed_errors():
             try:
                 super().set_up_planner(state_dict, storage_meta, is_coordinator)  # type: ignore[misc]
-            except ValueError:  # DCP's has only the name
-                places: dict[str, Path] = {}
+            except ValueError:  # DCP's has only the name that two values have
+                path_of: dict[str, Path] = {}
                 for path, _ in leaves(state_dict):
-                    other = places.setdefault(_name(path), path)
+                    other = path_of.setdefault(_name(path), path)
                     if other != path:
-                        raise _clash(f"{_shown(other)} and {_shown(path)}", path) from None
-                raise
+                        raise _clash(f"{_as_code(other)} and {_as_code(path)}", path) from None
+                raise  # it has another reason
 
     def _typed_errors(self) -> contextlib.AbstractContextManager[None]:
         return plugin_errors(current_rank(), self._url)
 
 
-def _shown(path: Path) -> str:
+def _as_code(path: Path) -> str:
+    """Return the expression for a value of the state, such as `state["model"][0]`."""
     return "state" + "".join(f"[{step!r}]" for step in path)
 
 
 def _clash(values: str, path: Path) -> StateMismatchError:
+    """Return the error for two values with one name: both, in words, and the path of one."""
     return StateMismatchError(
         f"{values} have the same name in a checkpoint", advice="rename one of them", key=_name(path)
     )
 
 
 def _literal_name(key: Any) -> str:
-    """Return the name of a key that is not a str, as a save notes it."""
+    """Return the name of a key that is not a plain str.
+
+    If the name is a literal of the key, as "1" is of 1, a load can give back the key itself: then
+    the save notes that, by a `LiteralKey`.
+    """
     name = str(key)
     is_noted = not isinstance(key, str) and is_literal(name) and LiteralKey(name).value == key
     return LiteralKey(name) if is_noted else name

@@ -35,6 +35,7 @@ class StoredItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The location of a stored item: `WriteResult.storage_data`.
 
     Attributes:
+        digests: one digest for each block of the payload, one after the other.
         length: number of bytes of the item, framing included.
         pickled: whether the payload is a tensor pickled as a whole.
         converted_to: name of the dtype of the stored elements, if a planner has converted them.

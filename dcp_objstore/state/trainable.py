@@ -49,7 +49,8 @@ class Trainable:
         }
 
         def belongs(name: str) -> bool:
-            # Quantized parameters have further entries below their name.
+            # The parameter of the entry, or None for a buffer. A quantized parameter has further
+            # entries below its name.
             owner = next((prefix for prefix in prefixes(name) if prefix in trains), None)
             return name in self.frozen or (self.buffers if owner is None else trains[owner])
 

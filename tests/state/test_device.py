@@ -244,7 +244,7 @@ def test_where_no_pinned_memory_can_be_had_ordinary_memory_is_used_with_one_warn
         return real_empty(*sizes, **settings)
 
     monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(device, "_warned", threading.Event())
+    monkeypatch.setattr(device, "_has_warned", threading.Event())
     assert [pinned_memory(MIB).nbytes for _ in range(3)] == [MIB] * 3
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "out of memory" in warning
