@@ -1,4 +1,4 @@
-"""Errors that hold no memory: `contextmanager` without a reference cycle, and `led_to`.
+"""Errors that hold no memory: `contextmanager` without a cycle, `led_to` and `drop_frames`.
 
 An error that is thrown into a generator keeps the generator's frame in its traceback. From Python
 3.12 on that frame leads to the one that threw it, which holds the error. If the generator turns the
@@ -40,6 +40,12 @@ def led_to(
             seen.add(id(cause))
             yield cause
             waiting += [cause.__cause__, cause.__context__, *more(cause)]
+
+
+def drop_frames(errors: Iterable[BaseException]) -> None:
+    """Remove the frames from these errors, because their variables hold memory."""
+    for error in errors:
+        BaseException.with_traceback(error, None)  # which no subclass can refuse
 
 
 class _Manager(Generic[T]):

@@ -66,17 +66,19 @@ def is_registered(group: dist.ProcessGroup) -> bool:
 def is_in_default_group() -> bool:
     """Return whether the `dcp.async_save` that calls this saves in the default group, in a thread.
 
-    It tells a stager nothing, so its frame is read. torch 2.9 to 2.15.
+    `async_save` tells a stager nothing of that, so its arguments are read from its frame.
+    torch 2.9 to 2.15.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "async_save":
         frame = frame.f_back
     if frame is None or frame.f_globals.get("__name__") != state_dict_saver.__name__:
         return False
-    given = frame.f_locals
-    in_thread = given["async_checkpointer_type"] is state_dict_saver.AsyncCheckpointerType.THREAD
-    alone = given["no_dist"] or not dist.is_initialized() or dist.get_world_size() == 1
-    return in_thread and not alone and given["process_group"] is None
+    arguments = frame.f_locals
+    kind = arguments["async_checkpointer_type"]
+    in_thread = kind is state_dict_saver.AsyncCheckpointerType.THREAD
+    is_alone = arguments["no_dist"] or not dist.is_initialized() or dist.get_world_size() == 1
+    return in_thread and not is_alone and arguments["process_group"] is None
 
 
 def count_groups() -> int:
@@ -92,11 +94,11 @@ def groups_named_from(number: int) -> Iterator[None]:
     `use_local_synchronization=True`, has a name of another form.)
     """
     world = dist.distributed_c10d._world
-    counted, world.group_count = world.group_count, number
+    before, world.group_count = world.group_count, number
     try:
         yield
     finally:
-        world.group_count = counted
+        world.group_count = before
 
 
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:
@@ -163,9 +165,8 @@ def copied_to_host(value: ShardedTensor) -> ShardedTensor:
 def local_tensor(value: Any) -> Any:
     """Return this rank's shard of a DTensor, else the value. torch 2.9 to 2.15.
 
-    It is the shard itself, without autograd or waiting.
-
-    `DTensor.to_local` makes a new tensor, and waits for a collective that is under way.
+    It is the shard itself, while `DTensor.to_local` makes a new tensor that autograd knows, and
+    waits for a collective that is under way.
     """
     return value._local_tensor if isinstance(value, DTensor) else value
 
@@ -208,7 +209,7 @@ def own_sharding(tensor: torch.Tensor) -> dict[str, Any]:
 
     Megatron-FSDP sets such methods on the shards of its DTensors.
     """
-    attributes = vars(tensor)
+    attributes = vars(tensor)  # without those of its class
     return {name: attributes[name] for name in _SHARDING if name in attributes}
 
 
@@ -249,18 +250,23 @@ def parts(value: Any) -> list[Any]:
     return [part for tensor in _inner(value).values() for part in parts(tensor)]
 
 
-def rebuilt(value: Any, of: Iterator[Any]) -> Any:
-    """Return such a wrapper made of others, in the order of `parts`. torch 2.9 to 2.15."""
+def rebuilt(value: Any, new_parts: Iterator[Any]) -> Any:
+    """Return a value like this one, made of other parts. torch 2.9 to 2.15.
+
+    Args:
+        value: a wrapper, or any other value, whose only part it is.
+        new_parts: what takes the place of `parts(value)`, in their order.
+    """
     if type(value) is torch.Tensor:
-        return next(of)
+        return next(new_parts)
     value = waited(value)
     if isinstance(value, DTensor):
-        return dtensor(rebuilt(local_tensor(value), of), spec_of(value))
+        return dtensor(rebuilt(local_tensor(value), new_parts), spec_of(value))
     if not is_wrapper(value):
-        return next(of)
+        return next(new_parts)
     names, context = value.__tensor_flatten__()
     inner = {name: getattr(value, name) for name in names}
-    inner |= {name: rebuilt(tensor, of) for name, tensor in _inner(value).items()}
+    inner |= {name: rebuilt(tensor, new_parts) for name, tensor in _inner(value).items()}
     return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
 
 
@@ -279,6 +285,7 @@ def are_alike(one: Any, other: Any) -> bool:
 
 
 def _form(tensor: Any) -> tuple[object, ...]:
+    """Return what a tensor has besides the values of its parts."""
     if not is_wrapper(tensor):
         return tensor.dtype, tensor.shape
     names, context = tensor.__tensor_flatten__()
@@ -294,7 +301,10 @@ def is_dispatched(tensor: torch.Tensor) -> bool:
 
 
 def is_opaque(tensor: torch.Tensor) -> bool:
-    """Return whether it has no memory and does not say what it is made of. torch 2.9 to 2.15."""
+    """Return whether it has no memory and does not say what it is made of. torch 2.9 to 2.15.
+
+    A fake tensor has no memory either, but may stand for one that has.
+    """
     if not is_dispatched(tensor) or is_wrapper(tensor) or is_fake(tensor):
         return False
     return bool(tensor.numel()) and not tensor.data_ptr()
@@ -315,7 +325,7 @@ class HostStager(StateDictStager):
         copied = self._copied(x)
         if copied is None:
             return super()._offload_tensor(x, memo, non_blocking)  # type: ignore[no-untyped-call]
-        memo[id(x)] = copied
+        memo[id(x)] = copied  # for the next place of the state that has the same tensor
         return copied
 
 
@@ -325,7 +335,7 @@ def all_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Para
     A parameter that is shared has several names, and a flat one of FSDP1 stands for several.
     """
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        for saved_name in _get_fqns(module, name):
+        for saved_name in _get_fqns(module, name):  # without the names of wrappers
             yield saved_name, parameter
 
 

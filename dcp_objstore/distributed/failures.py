@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_objstore.contexts import contextmanager, led_to
+from dcp_objstore.contexts import contextmanager, drop_frames, led_to
 from dcp_objstore.distributed.arrivals import missing_ranks, watching
 from dcp_objstore.distributed.groups import gone_error, has_gone, is_first
 from dcp_objstore.distributed.plugin import plugin_errors, typed
@@ -100,8 +100,8 @@ def typed_failures(
             raise gone_error(url) from error
         if not isinstance(error, RuntimeError | ValueError):
             raise
-        # Every rank's own failure arrives as a CheckpointException; what is left is torch
-        # reporting that a collective failed, in terms of sockets, which the traceback shows.
+        # Every rank's own failure arrives as a CheckpointException. So this is torch's report that
+        # a collective failed, in terms of sockets, which the traceback shows.
         unseen = missing_ranks()
         raise RankFailedError(
             "a rank died, did not make this call, or did not answer in time"
@@ -113,7 +113,7 @@ def typed_failures(
 
 
 class _Report(NamedTuple):
-    """The message of a rank to the others in `raise_on_all`."""
+    """The message of a rank to the others in `raise_on_all`, with its arguments of these names."""
 
     error: BaseException | None
     advice: str
@@ -150,7 +150,7 @@ def raise_on_all(
     if group is None:
         if isinstance(own, DcpObjstoreError):
             _raise_copy(own, url=url)
-        if own is not None:
+        if own is not None:  # such as Ctrl-C
             raise own
         return
     if own is None and has_gone(group):
@@ -172,23 +172,29 @@ def raise_on_all(
             failures[current_rank() or 0] = own  # Ctrl-C is raised here as it is
         if failures:
             _raise_lowest(failures, url)
-        first = reports[0]
-        for number, report in enumerate(reports):
-            if report.advice != first.advice or report.same.keys() != first.same.keys():
-                raise RankFailedError(
-                    f"rank {global_rank(number, group)} makes another call than rank"
-                    f" {global_rank(0, group)}",
-                    rank=global_rank(number, group),
+        _check_same(reports, url, group)
+
+
+def _check_same(reports: list[_Report], url: str | None, group: dist.ProcessGroup) -> None:
+    """Raise for the first rank whose call or arguments differ from those of the first rank."""
+    first, first_rank = reports[0], global_rank(0, group)
+    for number, report in enumerate(reports):
+        rank = global_rank(number, group)
+        # The advice names the call, as `every_rank` makes it.
+        if report.advice != first.advice or report.same.keys() != first.same.keys():
+            raise RankFailedError(
+                f"rank {rank} makes another call than rank {first_rank}",
+                rank=rank,
+                url=url,
+                advice=first.advice,
+            )
+        for name, value in report.same.items():
+            if value != first.same[name]:
+                raise ConfigError(
+                    f"every rank must pass the same {name}=, but rank {first_rank}"
+                    f" has {first.same[name]!r}, rank {rank} {value!r}",
                     url=url,
-                    advice=first.advice,
                 )
-            for name, value in report.same.items():
-                if value != first.same[name]:
-                    raise ConfigError(
-                        f"every rank must pass the same {name}=, but rank {global_rank(0, group)}"
-                        f" has {first.same[name]!r}, rank {global_rank(number, group)} {value!r}",
-                        url=url,
-                    )
 
 
 def from_first(
@@ -198,12 +204,11 @@ def from_first(
 
     Arguments and errors are those of `typed_failures`.
     """
-    held = [value]
+    values = [value]  # which the broadcast replaces on the other ranks
     if group is not None:
         with meeting(url, group, advice):
-            dist.broadcast_object_list(held, group=group, group_src=0)
-    (value,) = held
-    return value
+            dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
 
 
 def on_first(make: Callable[[], T], url: str | None, group: dist.ProcessGroup | None) -> T:
@@ -214,7 +219,8 @@ def on_first(make: Callable[[], T], url: str | None, group: dist.ProcessGroup | 
         InputError: the group was destroyed on some rank. If on the first, `make` is not called.
     """
     with watching(url, group, _SAME_CALLS):
-        result, failed = capture(make) if not has_gone(group) and is_first(group) else (None, None)
+        makes_it = not has_gone(group) and is_first(group)
+        result, failed = capture(make) if makes_it else (None, None)
         raise_on_all(failed, url, group)
         return cast(T, from_first(result, url, group))
 
@@ -230,7 +236,10 @@ def from_all(value: T, url: str | None, group: dist.ProcessGroup | None) -> list
 
 
 def global_rank(number: int, group: dist.ProcessGroup | None) -> int:
-    """Return the global rank of a rank that is numbered within the group."""
+    """Return the global rank of a rank that is numbered within the group.
+
+    If torch no longer knows the group, the number is the best that an error can say.
+    """
     if group is None or has_gone(group):
         return number
     return dist.get_global_rank(group, number)
@@ -239,7 +248,13 @@ def global_rank(number: int, group: dist.ProcessGroup | None) -> int:
 def _raise_lowest(
     failures: dict[int, BaseException], url: str | None, *, gone: bool = False
 ) -> NoReturn:
-    """Raise the error of the first of these ranks; a Ctrl-C of this rank comes before it."""
+    """Raise the error of the first of these ranks; a Ctrl-C of this rank comes before it.
+
+    Args:
+        failures: the errors by global rank, in ascending order.
+        url: URL of the checkpoint; None if it is not known yet.
+        gone: whether the ranks' group was destroyed.
+    """
     own = failures.get(current_rank() or 0)
     if own is not None and not isinstance(own, Exception):
         raise own  # such as Ctrl-C on this rank; the code below raises it on the other ranks
@@ -261,6 +276,14 @@ def _raise_lowest(
 def _raise_copy(
     error: DcpObjstoreError, suffix: str = "", rank: int | None = None, url: str | None = None
 ) -> NoReturn:
+    """Raise a copy of an error, with a longer message, its rank and URL, as if it were the error.
+
+    Args:
+        error: the error, which its holder may raise again.
+        suffix: what to add to its message.
+        rank: the rank to set. Default: the error's own.
+        url: the URL of the checkpoint, for an error that has none.
+    """
     # Not in a local variable: the error keeps this frame, which would keep the error.
     raise (
         _extended(error, suffix, rank).at(url=url).with_traceback(error.__traceback__)
@@ -283,8 +306,8 @@ def advised(error: DcpObjstoreError, advice: str | None) -> DcpObjstoreError:
     return copied
 
 
-def drop_frames(error: BaseException) -> None:
-    """Remove the frames from an error and from its causes, because they hold a whole state.
+def drop_state(error: BaseException) -> None:
+    """Remove the frames, which hold a whole state, from an error that is kept for later.
 
     If the error may be a bug, its traceback is kept as a note. (`RankFailedError` stands for an
     error of another library.)
@@ -292,8 +315,7 @@ def drop_frames(error: BaseException) -> None:
     if not isinstance(error, DcpObjstoreError) or isinstance(error, RankFailedError):
         with contextlib.suppress(Exception):  # a frozen dataclass refuses notes
             error.add_note("".join(traceback.format_exception(error)))
-    for cause in led_to(error, more=_failures_of_ranks):
-        BaseException.with_traceback(cause, None)  # not an assignment, which the error may refuse
+    drop_frames(led_to(error, more=_failures_of_ranks))
 
 
 def _free_locals(error: BaseException, handled: BaseException | None) -> None:

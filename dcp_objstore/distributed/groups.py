@@ -6,7 +6,7 @@ import datetime
 import os
 import secrets
 import uuid
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
@@ -26,7 +26,8 @@ DCP_SAVES = "saves of dcp.async_save"
 # torch keeps them until they are destroyed; if this did too, their threads would go on. No code may
 # drop one, because all its ranks would have to make it again together. The key must not contain
 # anything that may differ between ranks, such as a setting.
-_own: WeakKeyDictionary[dist.ProcessGroup, dict[str, ref[dist.ProcessGroup]]] = WeakKeyDictionary()
+_Groups: TypeAlias = dict[str, ref[dist.ProcessGroup]]
+_own_groups: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()
 
 
 def world_group() -> dist.ProcessGroup | None:
@@ -105,7 +106,7 @@ def exchange_group(
     if process_group is not None and torch_private.has_cpu_backend(process_group):
         return process_group
     ranks_of = None if process_group is dist.group.WORLD else process_group
-    number = None if meeting is None else uuid.UUID(meeting).int >> 66
+    number = None if meeting is None else uuid.UUID(meeting).int >> 66  # 62 of its 128 bits
     return own_group("read once", ranks_of, config, number=number)
 
 
@@ -139,26 +140,27 @@ def own_group(
     _refuse_outsider(process_group)
     if current_rank() is None:
         return None
-    usable = config if isinstance(config, TransferConfig) else TransferConfig()
-    timeout = datetime.timedelta(seconds=usable.peer_timeout_seconds)
+    config = config if isinstance(config, TransferConfig) else TransferConfig()
+    timeout = datetime.timedelta(seconds=config.peer_timeout_seconds)
     store: Any = torch_private.default_store()  # torch's stubs lack `timeout`
     group = _existing(purpose, process_group)
     if group is None:
         torch_private.unbind_default_group()
         group = _new_group(process_group, min(timeout, store.timeout), number)
-        _own.setdefault(process_group or _world(), {})[purpose] = ref(group)
+        _own_groups.setdefault(process_group or _world(), {})[purpose] = ref(group)
     torch_private.set_group_timeout(group, timeout)
     return group
 
 
 def _existing(purpose: str, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return the group that was made for this purpose, if it was not destroyed."""
-    group_ref = _own.get(process_group or _world(), {}).get(purpose)
+    group_ref = _own_groups.get(process_group or _world(), {}).get(purpose)
     group = None if group_ref is None else group_ref()
     return None if has_gone(group) else group
 
 
 def _world() -> dist.ProcessGroup:
+    """Return the default group, which there is."""
     world = dist.group.WORLD
     assert world is not None
     return world
@@ -182,9 +184,9 @@ def _new_group(
         carrier = _world() if torch_private.has_cpu_backend(_world()) else _existing(CALLS, None)
         if carrier is None:
             return _connect(timeout)
-        drawn = [secrets.randbits(62)]
-        dist.broadcast_object_list(drawn, group=carrier, group_src=0)
-        (number,) = drawn
+        numbers = [secrets.randbits(62)]  # rank 0's replaces that of the others
+        dist.broadcast_object_list(numbers, group=carrier, group_src=0)
+        number = numbers[0]
     with torch_private.groups_named_from(number):
         return _connect(timeout)
 

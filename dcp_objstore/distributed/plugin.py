@@ -75,7 +75,11 @@ def by_cause(
 
 
 def same_url(urls: Sequence[Any]) -> None:
-    """Refuse ranks that pass different URLs; `urls` has one for each rank."""
+    """Refuse ranks that pass different URLs.
+
+    Args:
+        urls: the URL of each rank, in their order.
+    """
     for rank, url in enumerate(urls):
         if url != urls[0]:
             raise InvalidUrlError(
@@ -170,7 +174,7 @@ class Target:
     @property
     def url(self) -> str | None:
         """The checkpoint that this thread is aimed at."""
-        spec = self._aimed()
+        spec = self._current()
         return None if spec is None else spec.url
 
     @property
@@ -180,7 +184,7 @@ class Target:
         Raises:
             ConfigError: no URL was given yet.
         """
-        spec = self._aimed()
+        spec = self._current()
         if spec is None:
             raise ConfigError(
                 "no checkpoint URL: pass one when making the writer or reader, or as checkpoint_id="
@@ -193,17 +197,21 @@ class Target:
         self._unused = False
         return self.spec
 
-    def _aimed(self) -> StoreSpec | None:
-        """Return the store of this thread's checkpoint; None if no URL was given yet."""
+    def _current(self) -> StoreSpec | None:
+        """Return the store of this thread's checkpoint; None if no URL was given yet.
+
+        A thread that was never aimed takes the latest aim of any thread.
+        """
         return getattr(self._of_thread, "spec", None) or self._spec
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Target:
-        """Aimed as this thread's is, with secrets: it stays in this process."""
+        """Return a target aimed as this thread's is, with secrets: it stays in this process."""
         del memo
-        return _restore_target(self._aimed(), self._storage_options, self.config)
+        return _restore_target(self._current(), self._storage_options, self.config)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        spec, options = self._aimed(), self._storage_options
+        """Pickle it as this thread is aimed, without secrets."""
+        spec, options = self._current(), self._storage_options
         if spec is not None or options is None:
             return _restore_target, (spec, None, self.config)  # a spec pickles its own options
         without_secrets = public_options(options, mask=False, foreign=not are_known(options))
@@ -213,13 +221,15 @@ class Target:
 def _restore_target(
     spec: StoreSpec | None, storage_options: Mapping[str, object] | None, config: TransferConfig
 ) -> Target:
+    """Return a target with a store that exists already: it is not checked again."""
     target = Target(None, storage_options, config)
     target._spec = spec
     return target
 
 
 def _reduce_for_child(target: Target) -> tuple[Any, ...]:
-    return _restore_target, (target._aimed(), target._storage_options, target.config)
+    """Pickle a target with its secrets."""
+    return _restore_target, (target._current(), target._storage_options, target.config)
 
 
 # `multiprocessing` pickles with this class: credentials reach the children that it starts.

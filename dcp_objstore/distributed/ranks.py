@@ -8,7 +8,7 @@ from typing import Any
 
 def current_rank() -> int | None:
     """Return the global rank, or None without a process group."""
-    dist: Any = sys.modules.get("torch.distributed")  # without it, there is no group
+    dist: Any = sys.modules.get("torch.distributed")  # None: not imported, so there is no group
     # A torch that was built without `distributed` has the module, but no such function.
     is_initialized = getattr(dist, "is_initialized", lambda: False)
     return dist.get_rank() if is_initialized() else None

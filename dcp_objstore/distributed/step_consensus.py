@@ -65,7 +65,7 @@ def shared_store(url: str, group: dist.ProcessGroup | None) -> dist.Store | None
 class _Agreed:
     """An agreement: the boundary, counted from 1, and what to do there."""
 
-    at: int
+    boundary: int
     reasons: frozenset[str]
 
 
@@ -100,7 +100,7 @@ class StepConsensus:
         self._poll_seconds = poll_seconds
         self._state = threading.Condition()  # guards what both threads change
         self._count = 0  # number of boundaries that the main thread has reached
-        self._seen = 0  # the count at the last poll
+        self._count_at_poll = 0  # the same at the last poll
         self._round = 0  # number of agreements that the main thread has acted on
         self._hold: int | None = None  # boundary not to pass before the ranks agree
         self._reasons: frozenset[str] = frozenset()  # what this rank announces in this round
@@ -126,17 +126,18 @@ class StepConsensus:
         with self._state:
             self._count += 1
             if self._hold is not None and self._count >= self._hold:
-                self._wait()
+                self._wait()  # without the lock, so that the other thread can go on
             agreed = self._agreed
-            if agreed is None or self._count < agreed.at:
+            if agreed is None or self._count < agreed.boundary:
                 return frozenset()
             self._agreed = self._hold = None
             self._round += 1
             return agreed.reasons
 
     def _wait(self) -> None:
-        settled = partial(self._state.wait_for, lambda: self._agreed is not None or self._over)
-        if not wait_in_steps(settled, self._peer_timeout_seconds):
+        """Wait until the ranks have agreed, or there are no more agreements."""
+        has_settled = partial(self._state.wait_for, lambda: self._agreed is not None or self._over)
+        if not wait_in_steps(has_settled, self._peer_timeout_seconds):
             raise RankFailedError(
                 "the ranks had to agree on a step at which to save, and one of them did not answer"
                 f" within {self._peer_timeout_seconds:g} s: it has died or hangs",
@@ -180,31 +181,33 @@ class StepConsensus:
                 self._connect_again()
 
     def _connect_again(self) -> None:
+        """Replace the connection by a new one; if that fails, the next poll fails as well."""
         with contextlib.suppress(RuntimeError):
             self._store = self._store and self._store.clone()
 
     def _poll(self) -> None:
         with self._state:
-            number, mine, agreed = self._round, self._hold, self._agreed
-            speed, self._seen = self._count - self._seen, self._count
+            round_number, boundary, agreed = self._round, self._hold, self._agreed
+            boundaries_per_poll = self._count - self._count_at_poll
+            self._count_at_poll = self._count
         if agreed is not None:
             return  # the main thread has not reached the agreed boundary yet
-        if mine is None:  # otherwise the store failed in this round
+        if boundary is None:  # otherwise the store failed in this round, after it was chosen
             reasons = frozenset(self._ask())
-            if not (self._check_or_request(number, reasons) or reasons):
+            if not (self._check_or_request(round_number, reasons) or reasons):
                 return
             with self._state:
                 # Two polls ahead at the present speed; a single rank does not have to wait.
-                ahead = 1 if self._store is None else 1 + 2 * speed
-                self._hold = mine = self._count + ahead
+                ahead = 1 if self._store is None else 1 + 2 * boundaries_per_poll
+                self._hold = boundary = self._count + ahead
                 self._reasons = reasons
-        self._agree(number, mine)
+        self._agree(round_number, boundary)
 
-    def _check_or_request(self, number: int, reasons: frozenset[str]) -> bool:
+    def _check_or_request(self, round_number: int, reasons: frozenset[str]) -> bool:
         """Return whether a rank has requested something; if not, request it for these reasons."""
         if self._store is None:
             return False
-        key = f"{number}/request"
+        key = f"{round_number}/request"
         requested: bool = self._store.check([key])
         if reasons and not requested:
             self._store.set(key, "1")
@@ -228,33 +231,41 @@ class StepConsensus:
             self._agreed = agreed
             self._state.notify_all()
 
-    def _announce(self, number: int, text: str) -> None:
-        """Announce this rank's boundary in the store, once in a round."""
+    def _announce(self, round_number: int, text: str) -> None:
+        """Announce this rank's boundary in the store, once in a round.
+
+        Args:
+            round_number: the round.
+            text: the boundary and this rank's reasons, such as "120 end"; or `_LEFT`.
+        """
         if self._store is None:
             return
-        with self._announcing:
-            if self._announced >= number:
+        with self._announcing:  # the main thread may leave while the other announces
+            if self._announced >= round_number:
                 return
-            self._store.compare_set(f"{number}/at/{self._rank}", "", text)
-            self._store.add(f"{number}/count", 1)
-            self._announced = number
-            if number >= 2:
+            self._store.compare_set(f"{round_number}/at/{self._rank}", "", text)
+            self._store.add(f"{round_number}/count", 1)
+            self._announced = round_number
+            if round_number >= 2:
                 # A rank announces only after it has acted on the agreement of the previous round.
                 # For that agreement, all ranks had read the announcements of the round before it.
-                self._store.delete_key(f"{number - 2}/at/{self._rank}")
+                self._store.delete_key(f"{round_number - 2}/at/{self._rank}")
                 if self._rank == 0:
-                    self._store.delete_key(f"{number - 2}/request")
-                    self._store.delete_key(f"{number - 2}/count")
+                    self._store.delete_key(f"{round_number - 2}/request")
+                    self._store.delete_key(f"{round_number - 2}/count")
 
-    def _collect(self, number: int) -> _Agreed | None:
+    def _collect(self, round_number: int) -> _Agreed | None:
         """Collect what all ranks have announced; None if a rank, or this one, has left."""
         assert self._store is not None
         pause_seconds = 0.01
-        keys = [f"{number}/at/{rank}" for rank in range(self._world_size)]
-        # The count is cheap, but has a rank twice if an answer was lost.
-        while self._store.add(f"{number}/count", 0) < self._world_size or not self._store.check(
-            keys
-        ):
+        keys = [f"{round_number}/at/{rank}" for rank in range(self._world_size)]
+
+        def have_all_announced(store: Any) -> bool:
+            # The count is cheap, but has a rank twice if an answer was lost.
+            count: int = store.add(f"{round_number}/count", 0)
+            return count >= self._world_size and store.check(keys)
+
+        while not have_all_announced(self._store):
             if self._stop.wait(pause_seconds):
                 return None
             pause_seconds = min(2 * pause_seconds, self._poll_seconds)
@@ -266,6 +277,7 @@ class StepConsensus:
         return _Agreed(max(map(int, boundaries)), reasons)
 
     def _end(self) -> None:
+        """End all agreements, because a rank has left or the store has gone; training goes on."""
         with self._state:
             self._over = True
             self._hold = None

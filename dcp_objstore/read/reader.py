@@ -27,7 +27,7 @@ from torch.futures import Future
 from dcp_objstore import torch_private
 from dcp_objstore.checkpoint.marker import LeftOut, left_out_of
 from dcp_objstore.config import LocalFolder, TransferConfig, local_of
-from dcp_objstore.distributed.failures import drop_frames
+from dcp_objstore.distributed.failures import drop_state
 from dcp_objstore.distributed.groups import exchange_group
 from dcp_objstore.distributed.plugin import Target, plugin_errors
 from dcp_objstore.distributed.ranks import current_rank, rank_and_world_size
@@ -406,7 +406,7 @@ class ObjectStoreReader(StorageReader):
                 self.last_load = self._read(load, plan, planner)
             except PeerFailedError as error:
                 load.channel.fail(error.cause)
-                drop_frames(error)  # what made workers stop has it, and its frames have that
+                drop_state(error)  # what made workers stop has it, and its frames have that
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -23,7 +23,7 @@ from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.config import LocalFolder, TransferConfig
 from dcp_objstore.distributed.failures import (
     capture,
-    drop_frames,
+    drop_state,
     every_rank,
     meeting,
     raise_on_all,
@@ -473,7 +473,7 @@ class _StagedSave:
             failed = raised
             log_failure(self.handle.url, raised)
             # The frames hold the copy of the state, whose memory the next save needs.
-            drop_frames(raised)
+            drop_state(raised)
         finally:
             # Before the save counts as ended, so that its memory is free for the next save.
             self._staging = None

@@ -56,7 +56,7 @@ def one_rank_is_late(rank: int, world: int, url: str) -> list[tuple[str, list[st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arrivals, "_NOTED_AFTER_SECONDS", 0.0)
         patch.setattr(arrivals, "_WARNED_AFTER_SECONDS", 600.0 if rank == world - 1 else 0.05)
-        patch.setattr(arrivals, "_RARER", 1.5)
+        patch.setattr(arrivals, "_WARNING_FACTOR", 1.5)
         for name, make in CALLS.items():
             handler = Warned(f"for rank {world - 1}, which", name)
             logging.getLogger("dcp_objstore").addHandler(handler)
@@ -178,4 +178,4 @@ def test_a_broken_call_does_not_say_of_a_healthy_rank_that_it_died(tmp_path):
     ],
 )
 def test_ranks_are_shown_as_ranges(ranks, text):
-    assert arrivals.shown(ranks) == text
+    assert arrivals.in_words(ranks) == text

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.torch_version import TorchVersion
 
 import dcp_objstore as dos
-from dcp_objstore.distributed.failures import drop_frames, raise_on_all, typed_failures
+from dcp_objstore.distributed.failures import drop_state, raise_on_all, typed_failures
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.errors import DcpObjstoreError
 from tests.support.ranks import run_ranks
@@ -97,7 +97,7 @@ def test_only_an_error_that_may_be_a_bug_keeps_in_words_where_it_was_raised(erro
 
     with pytest.raises(type(error)):
         fail()
-    drop_frames(error)
+    drop_state(error)
     assert error.__traceback__ is None
     assert ("in fail" in "".join(getattr(error, "__notes__", []))) is kept
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dcp_objstore as dos
 from dcp_objstore import torch_private
-from dcp_objstore.distributed.failures import drop_frames, raise_on_all, typed_failures
+from dcp_objstore.distributed.failures import drop_state, raise_on_all, typed_failures
 from dcp_objstore.read import planner as read_planner
 from dcp_objstore.stores.local import LocalStore
 from dcp_objstore.write import async_save as async_api, planner as write_planner
@@ -351,7 +351,7 @@ def test_a_frozen_error_loses_its_frames_and_keeps_what_it_says():
         fail()
     except FrozenError as error:
         frozen = error
-    drop_frames(frozen)
+    drop_state(frozen)
     assert frozen.__traceback__ is None
     assert frozen.worker == len(secrets.token_bytes())
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from dcp_objstore.contexts import drop_frames
 from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
 from dcp_objstore.stores import errors
 from dcp_objstore.stores.errors import Facts, Meaning
@@ -100,15 +101,14 @@ def is_upload_gone(error: BaseException) -> bool:
     return code_of(error) == errors.NO_SUCH_UPLOAD
 
 
-def without_frames(error: BaseException) -> BaseException:
-    """Return the error without references to its request, whose body is the caller's memory."""
+def drop_request(error: BaseException) -> None:
+    """Remove what refers to the request of an error, whose body is the caller's memory."""
     from botocore.exceptions import HTTPClientError
 
+    drop_frames(errors.led_to(error))
     for cause in errors.led_to(error):
-        cause.with_traceback(None)
         if isinstance(cause, HTTPClientError):
             cause.request = None
-    return error
 
 
 def _answer(error: Any, conditional: bool) -> Facts:

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.s3.endpoint import s3_checksum
-from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, without_frames
+from dcp_objstore.stores.s3.errors import code_of, drop_request, is_upload_gone
 from dcp_objstore.stores.s3.options import S3Options
 from dcp_objstore.threads import Spawned, spawn
 
@@ -159,7 +159,8 @@ class MultipartUpload:
             except _UploadStoppedError:
                 pass
             except BaseException as error:  # noqa: BLE001  raised in the thread that sends
-                self._error = self._error or without_frames(error)
+                drop_request(error)
+                self._error = self._error or error
             del part
             self._slots.release()
 
