@@ -73,7 +73,7 @@ from dcp_objstore.inspect.slabs import cut, read_ahead, stop
 from dcp_objstore.observe.dispatch import Channel, EventSettings
 from dcp_objstore.observe.events import OnEvent, Planned
 from dcp_objstore.observe.report import counted, size_text
-from dcp_objstore.read.items import Rename, renamed
+from dcp_objstore.read.items import Rename, new_names
 from dcp_objstore.read.peers.meeting import open_once
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.state.memory import byte_memory
@@ -379,7 +379,7 @@ def _plan(
     if adapter:
         selected = list(adapter.names)
     source = CheckpointSource(checkpoint, selected, values=is_torch and is_first(group))
-    names = adapter.names if adapter else renamed(source.keys, rename)
+    names = adapter.names if adapter else new_names(source.keys, rename)
     tensors = {key: _as_dtype(info, dtype) for key, info in source.tensors.items()}
     if not (source.keys if is_torch else tensors):
         raise InputError(

@@ -47,7 +47,7 @@ from dcp_objstore.inspect.slabs import Slab, cut, stop
 from dcp_objstore.observe.events import OnEvent
 from dcp_objstore.observe.report import SaveReport
 from dcp_objstore.read.geometry import Box
-from dcp_objstore.read.items import Rename, renamed
+from dcp_objstore.read.items import Rename, new_names
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.errors import of_os
 from dcp_objstore.stores.spec import options_of_other
@@ -132,7 +132,7 @@ def import_checkpoint(
     with _open_source(
         source, keys, source_options, config=config, trust_pickle=trust_pickle
     ) as opened:
-        names = renamed(matching(dict.fromkeys(opened.keys), keys), rename)
+        names = new_names(matching(dict.fromkeys(opened.keys), keys), rename)
         if not names:
             raise InputError(f"there is nothing to import: {source} has no keys, or keys= is empty")
         planner = SourcePlanner(str(writer.checkpoint_id), opened, names)

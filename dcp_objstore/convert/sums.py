@@ -227,11 +227,11 @@ class _Term(TensorRead):
     def add(self, position: int, block: Buffer) -> None:
         """Add the needed elements of the payload bytes at `position`. Thread-safe."""
         arrived = np.frombuffer(block, dtype=np.uint8)
-        copies = self._selection.copies(position, position + arrived.nbytes)
-        self._place(copies, self._elements(arrived))
+        copies = self.selection.copies(position, position + arrived.nbytes)
+        self._fill_boxes(copies, self._elements(arrived))
 
-    def _place(self, copies: Iterable[Copy], elements: torch.Tensor) -> None:
-        """Override `TensorRead._place`: add instead of copying."""
+    def _fill_boxes(self, copies: Iterable[Copy], elements: torch.Tensor) -> None:
+        """Override `TensorRead._fill_boxes`: add instead of copying."""
         for copy in copies:
             source = elements[copy.start : copy.start + math.prod(copy.source_shape)]
             _add(

@@ -109,16 +109,17 @@ class Selection:
         copies, wanted = [], self.wanted
         first_element = start // self.itemsize
         for first, box in _boxes(self.shape, first_element, end // self.itemsize):
-            low = tuple(map(max, box.offsets, wanted.offsets))
-            sizes = tuple(map(operator.sub, map(min, box.ends, wanted.ends), low))
+            # The part of the box that is wanted.
+            offsets = tuple(map(max, box.offsets, wanted.offsets))
+            sizes = tuple(map(operator.sub, map(min, box.ends, wanted.ends), offsets))
             if any(size <= 0 for size in sizes):
                 continue
             copies.append(
                 Copy(
                     start=first - first_element,
                     source_shape=box.sizes,
-                    source=Box(tuple(map(operator.sub, low, box.offsets)), sizes),
-                    destination=Box(tuple(map(operator.sub, low, wanted.offsets)), sizes),
+                    source=Box(tuple(map(operator.sub, offsets, box.offsets)), sizes),
+                    destination=Box(tuple(map(operator.sub, offsets, wanted.offsets)), sizes),
                 )
             )
         return copies
@@ -133,8 +134,10 @@ class Selection:
         There must be at least one wanted byte.
         """
         copies = self.copies(start, end)
+        # The numbers of the first and the last wanted element in their source boxes.
         first = _linear(copies[0].source_shape, copies[0].source.offsets)
-        last = _linear(copies[-1].source_shape, tuple(end - 1 for end in copies[-1].source.ends))
+        last_place = tuple(after - 1 for after in copies[-1].source.ends)
+        last = _linear(copies[-1].source_shape, last_place)
         return (
             start + (copies[0].start + first) * self.itemsize,
             start + (copies[-1].start + last + 1) * self.itemsize,
@@ -169,7 +172,8 @@ def _linear(shape: tuple[int, ...], place: tuple[int, ...]) -> int:
 def collapse(shape: tuple[int, ...], wanted: Box) -> tuple[tuple[int, ...], Box]:
     """Merge trailing dimensions that are wanted in full into the dimension before them.
 
-    Whole rows become one long row, so that row-wise resharding copies in one dimension.
+    Whole rows become one long row, so that row-wise resharding copies in one dimension: the last 3
+    rows of shape (4, 10) are the last 30 elements of shape (40,).
     """
     dims = len(shape)
     while dims > 1 and wanted.sizes[dims - 1] == shape[dims - 1]:
@@ -196,44 +200,52 @@ def _runs(shape: tuple[int, ...], wanted: Box, gap: int) -> list[tuple[int, int]
     """
     if 0 in wanted.sizes:
         return []
-    if not shape:
+    if not shape:  # a scalar
         return [(0, 1)]
     first, count = wanted.offsets[0], wanted.sizes[0]
-    row = math.prod(shape[1:])  # elements of one row
-    inside = _runs(shape[1:], Box(wanted.offsets[1:], wanted.sizes[1:]), gap)
-    start, end = inside[0]
-    # The gap between two rows, and even more if there are several stretches inside of one.
-    if start + row - end > gap:
+    row_length = math.prod(shape[1:])
+    in_row = _runs(shape[1:], Box(wanted.offsets[1:], wanted.sizes[1:]), gap)
+    start, end = in_row[0]
+    # Between two rows there is too large a gap. That is also so if a row has several stretches,
+    # because the end of one row is as far from the start of the next as these are from each other.
+    if start + row_length - end > gap:
         return [
-            (number * row + low, number * row + high)
+            (number * row_length + low, number * row_length + high)
             for number in range(first, first + count)
-            for low, high in inside
+            for low, high in in_row
         ]
-    return [(first * row + start, (first + count - 1) * row + end)]
+    return [(first * row_length + start, (first + count - 1) * row_length + end)]
 
 
 def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[int, Box]]:
-    """Yield the boxes that make up stretch `[start, end)`, each with its first element's number."""
+    """Yield the boxes that make up stretch `[start, end)`, each with its first element's number.
+
+    For shape (4, 10), stretch [7, 32) is the last three elements of row 0, rows 1 and 2 as one box,
+    which begins at element 10, and the first two elements of row 3, from element 30 on.
+    """
     if start >= end:
         return
-    if not shape:
+    if not shape:  # a scalar
         yield start, Box((), ())
         return
-    row = math.prod(shape[1:])
-    whole = min(end, -(-start // row) * row)  # where the whole rows begin
-    rest = max(whole, end // row * row)  # where they end
-    yield from _within_row(shape, start, whole)
+    row_length = math.prod(shape[1:])
+    rows_start = min(end, -(-start // row_length) * row_length)  # where the whole rows begin
+    rows_end = max(rows_start, end // row_length * row_length)
+    yield from _within_row(shape, start, rows_start)
     # The whole rows, as one box. If there are none, its first size is 0.
     zeros = (0,) * (len(shape) - 1)
-    yield whole, Box((whole // row, *zeros), ((rest - whole) // row, *shape[1:]))
-    yield from _within_row(shape, rest, end)
+    rows = (rows_end - rows_start) // row_length
+    yield rows_start, Box((rows_start // row_length, *zeros), (rows, *shape[1:]))
+    yield from _within_row(shape, rows_end, end)
 
 
 def _within_row(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[int, Box]]:
-    row = math.prod(shape[1:])
-    number = start // row
-    for first, box in _boxes(shape[1:], start - number * row, end - number * row):
-        yield first + number * row, Box((number, *box.offsets), (1, *box.sizes))
+    """Yield what `_boxes` does of a stretch that lies in one row, or is empty."""
+    row_length = math.prod(shape[1:])
+    number = start // row_length
+    row_start = number * row_length
+    for first, box in _boxes(shape[1:], start - row_start, end - row_start):
+        yield row_start + first, Box((number, *box.offsets), (1, *box.sizes))
 
 
 def check_filled(
@@ -272,36 +284,47 @@ def fills(
     dimension where boxes that meet in the dimensions before begin and end. The boxes of a grid, or
     of a tensor that was divided as one long row, hardly have more pieces than there are boxes.
 
+    Each piece lies in a cell: so far as the dimensions were looked at, no box begins or ends within
+    a cell. Boxes A, B and C in a shape (2, 4):
+
+        A A B B     Dimension 0 makes two cells. Cell 0 has pieces of A and B, cell 1 of A and C.
+        A A C C     Dimension 1 makes two cells of each, with A, B, A and C: none is empty.
+
     Raises:
         UnsupportedError: the boxes interlock in far more pieces, which would take too long.
     """
     if 0 in shape:
         return True
-    starts, lengths = (
+    starts, extents = (
         np.array(numbers, dtype=np.int64).reshape(len(sizes), len(shape))
         for numbers in (offsets, sizes)
     )
-    if sum(map(math.prod, lengths.tolist())) < math.prod(shape):
+    if sum(map(math.prod, extents.tolist())) < math.prod(shape):
         return False
-    covering = (lengths > 0).all(axis=1)
-    starts, ends = starts[covering], (starts + lengths)[covering]
-    most = _LEAST_PIECES + _PIECES_PER_BOX * len(starts)
-    # Pieces that the dimensions so far do not tell apart are a group. All groups, one behind the
-    # other, make up a line.
-    rows, groups, count = np.arange(len(starts)), np.zeros(len(starts), np.int64), 1
-    for dim in map(int, np.flatnonzero(((starts > 0) | (ends < np.array(shape))).any(axis=0))):
+    has_elements = (extents > 0).all(axis=1)
+    starts, ends = starts[has_elements], (starts + extents)[has_elements]
+    most_pieces = _LEAST_PIECES + _PIECES_PER_BOX * len(starts)
+    # The box and the cell of each piece. At first each box is one piece, and all lie in one cell.
+    boxes, cells, cell_count = np.arange(len(starts)), np.zeros(len(starts), np.int64), 1
+    is_divided = ((starts > 0) | (ends < np.array(shape))).any(axis=0)
+    for dim in map(int, np.flatnonzero(is_divided)):
         cuts = np.unique(np.concatenate([starts[:, dim], ends[:, dim], [0, shape[dim]]]))
-        first = groups * (len(cuts) - 1) + np.searchsorted(cuts, starts[rows, dim])
-        after = groups * (len(cuts) - 1) + np.searchsorted(cuts, ends[rows, dim])
-        edges = np.unique(np.concatenate([first, after, [0, count * (len(cuts) - 1)]]))
+        # The cells lie one after the other on a line, on which each has this width. Each piece is a
+        # stretch [first, after) of its cell.
+        width = len(cuts) - 1
+        first = cells * width + np.searchsorted(cuts, starts[boxes, dim])
+        after = cells * width + np.searchsorted(cuts, ends[boxes, dim])
+        # The new cells lie between the ends of pieces; what no piece covers is a cell, too.
+        edges = np.unique(np.concatenate([first, after, [0, cell_count * width]]))
         first, after = np.searchsorted(edges, first), np.searchsorted(edges, after)
-        pieces = after - first
-        if pieces.sum() > most:
+        lengths = after - first  # the number of new cells of each piece
+        if lengths.sum() > most_pieces:
             raise UnsupportedError(
-                f"its {len(starts)} chunks interlock in more than {most} pieces, so it cannot be"
-                " checked that they make up the tensor; no library divides a tensor so"
+                f"its {len(starts)} chunks interlock in more than {most_pieces} pieces, so it"
+                " cannot be checked that they make up the tensor; no library divides a tensor so"
             )
-        begins = np.repeat(first - np.cumsum(pieces) + pieces, pieces)
-        groups, rows = begins + np.arange(len(begins)), np.repeat(rows, pieces)
-        count = len(edges) - 1
-    return len(np.unique(groups)) == count
+        # A piece in the new cells [3, 5) is cut into one in cell 3 and one in cell 4.
+        cells = np.arange(lengths.sum()) + np.repeat(first - np.cumsum(lengths) + lengths, lengths)
+        boxes = np.repeat(boxes, lengths)
+        cell_count = len(edges) - 1
+    return len(np.unique(cells)) == cell_count

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 # A destination of a read is a tensor that is filled in place, or a callable that takes a pickled
 # value.
 Destination: TypeAlias = torch.Tensor | Callable[[io.BytesIO], object]
+# The type of `ItemRead.takes`.
 Takes: TypeAlias = Callable[[str, torch.Tensor, tuple[int, ...]], bool]
 
 
@@ -58,10 +59,14 @@ class ItemRead:
         is_verified: whether the blocks that arrive were compared with their digests.
 
     Attributes:
+        selection: None, because the read needs the whole payload.
         is_trusted: whether to unpickle a tensor that `torch.load(weights_only=True)` refuses.
-        takes: called with the key, a stored tensor of a subclass and the sizes that are
-            wanted of it, if the destination is plain; returns whether the tensor itself was taken.
+        takes: a function that is called with the key, a stored tensor of a subclass and the sizes
+            that are wanted of it, if the destination is plain. It returns whether it has taken the
+            tensor itself, so that nothing is copied.
     """
+
+    selection: None = None
 
     def __init__(
         self, item: ReadItem, location: ItemLocation, *, is_verified: bool = False
@@ -75,10 +80,6 @@ class ItemRead:
         self._missing_bytes = location.payload_length
         self._body: io.BytesIO | None = None
         self._lock = threading.Lock()
-
-    @property
-    def selection(self) -> None:
-        """None: the read needs the whole payload."""
 
     @property
     def needed_bytes(self) -> int:
@@ -108,7 +109,7 @@ class ItemRead:
                 self._body = io.BytesIO(bytes(self.location.payload_length))
             body = np.frombuffer(self._body.getbuffer(), dtype=np.uint8)
         body[position : position + arrived.nbytes] = arrived
-        del body
+        del body  # a BytesIO of which there is a view cannot be resized or closed
         with self._lock:
             self._missing_bytes -= arrived.nbytes
             if self._missing_bytes:
@@ -150,6 +151,7 @@ class ItemRead:
                 raise self._not_built(error, body) from error
 
     def _not_built(self, error: Exception, body: io.BytesIO) -> DcpObjstoreError:
+        """Return the error for an item that torch or the planner could not make a value of."""
         key = self.item.dest_index.fqn
         return not_built(error, body.getvalue(), key, is_verified=self._is_verified)
 
@@ -180,10 +182,10 @@ class ItemRead:
                     vet(view)
             tensor = unpickled(body, weights_only=not self.is_trusted)
         except Exception as error:
-            needed = refused_globals(body.getvalue(), error)
-            if needed is not None:
+            refused = refused_globals(body.getvalue(), error)
+            if refused is not None:
                 raise UntrustedPickleError(
-                    f"the stored tensor needs {needed}, which could run code when it is unpickled",
+                    f"the stored tensor needs {refused}, which could run code when it is unpickled",
                     advice="if you know it to be harmless, declare it by"
                     " torch.serialization.add_safe_globals; or pass trust_pickle=True if you"
                     " trust the author of this checkpoint",
@@ -201,14 +203,14 @@ class ItemRead:
                 f" {wanted}",
                 key=key,
             )
-        is_other = is_wrapper(tensor) and not is_wrapper(destination)
-        if is_other and self.takes is not None and self.takes(key, tensor, wanted.sizes):
+        loses_class = is_wrapper(tensor) and not is_wrapper(destination)
+        if loses_class and self.takes is not None and self.takes(key, tensor, wanted.sizes):
             return
         try:
             copy_elements(_part_for(destination, tensor, wanted), destination)
         except StateMismatchError as error:
             raise error.at(key=key) from None
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError:  # the tensors may fit each other
             raise
         except Exception as error:
             raise StateMismatchError(
@@ -262,7 +264,7 @@ class CompletionQueue:
         """Block a worker until the queue is within its limit or the transfer is stopped."""
         with self._changed:
             if self.is_full:
-                progress.check_stopped()
+                progress.check_stopped()  # then nobody drains the queue any more
                 has_room = partial(self._changed.wait_for, lambda: not self.is_full)
                 wait_in_steps(has_room, check=progress.check_stopped, step_seconds=STEP_SECONDS)
 

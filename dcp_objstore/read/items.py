@@ -125,11 +125,13 @@ class IndexItems:
         return None if row is None else self._location(key, row)
 
     def _location(self, key: str, row: int) -> ItemLocation:
-        """Return where an item lies, and how it is decoded."""
+        """Return the location of the item in a row of the index."""
         item, tensor = self._index.item(row), self._index.tensors.get(key)
         sizes = dtype = None
         if tensor is not None:
-            sizes = tuple(self._index.box(key, row - self._index.rows(key).start)[1])
+            _, chunk_sizes = self._index.box(key, row - self._index.rows(key).start)
+            sizes = tuple(chunk_sizes)
+            # Otherwise torch has to decode the item. If the dtype is unknown, reading it raises.
             if not item.pickled or known_dtype(tensor.dtype) is None:
                 dtype = tensor.dtype
         return ItemLocation(
@@ -228,9 +230,10 @@ class RenamedItems:
 
     def __init__(self, items: IndexItems | StockItems, rename: Rename) -> None:
         self._items = items
-        self._own_keys = {name: key for key, name in renamed(items.keys, rename).items()}
+        self._own_keys = {name: key for key, name in new_names(items.keys, rename).items()}
         self.are_blobs = items.are_blobs
         self.payload_bytes = items.payload_bytes
+        # A key with a new name lies at the top of the state, under that name.
         self.paths: Paths = items.paths and {
             name: items.paths.get(key, (name,)) if name == key else (name,)
             for name, key in self._own_keys.items()
@@ -276,9 +279,11 @@ Items: TypeAlias = IndexItems | StockItems | RenamedItems
 def typed_paths(items: Items) -> dict[str, tuple[str | int, ...]]:
     """Return the place of each key, as far as it is known, with the ints in dicts as they were."""
     paths = dict(items.paths or {})
-    for key, numbers in items.literal_keys.items():
-        steps = enumerate(paths[key])
-        paths[key] = tuple(ix.LiteralKey(step) if at in numbers else step for at, step in steps)
+    for key, dict_levels in items.literal_keys.items():
+        paths[key] = tuple(
+            ix.LiteralKey(step) if level in dict_levels else step
+            for level, step in enumerate(paths[key])
+        )
     return paths
 
 
@@ -286,7 +291,7 @@ def typed_paths(items: Items) -> dict[str, tuple[str | int, ...]]:
 Rename: TypeAlias = Sequence[tuple[str, str]]
 
 
-def renamed(keys: Iterable[str], rename: Rename) -> dict[str, str]:
+def new_names(keys: Iterable[str], rename: Rename) -> dict[str, str]:
     """Return the new name of each key.
 
     Raises:
@@ -294,12 +299,12 @@ def renamed(keys: Iterable[str], rename: Rename) -> dict[str, str]:
         StateMismatchError: two keys get the same name.
     """
     names: dict[str, str] = {}
-    taken: dict[str, str] = {}
+    key_of_name: dict[str, str] = {}
     try:
         if isinstance(rename, Iterator):
             raise TypeError("pass a list, for an iterator could be used only once")
         pairs = [*rename]
-        if any(isinstance(pair, str) for pair in pairs):  # of two letters, one could be unpacked
+        if any(isinstance(pair, str) for pair in pairs):  # "ab" could be unpacked as a pair
             raise TypeError(f"write [('^module.', 'model.')], not {rename!r}")
         rules = [(re.compile(pattern), replacement) for pattern, replacement in pairs]
         for key in keys:
@@ -308,7 +313,8 @@ def renamed(keys: Iterable[str], rename: Rename) -> dict[str, str]:
                 name = pattern.sub(replacement, name)
             if key and not name:
                 raise StateMismatchError("the rules of rename= leave no name for this key", key=key)
-            if (other := taken.setdefault(name, key)) != key:
+            other = key_of_name.setdefault(name, key)
+            if other != key:
                 raise StateMismatchError(f"{other!r} and {key!r} both become {name!r}")
             names[key] = name
     except (re.error, TypeError, ValueError) as error:

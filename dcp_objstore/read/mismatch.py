@@ -31,9 +31,9 @@ def mismatch(summary: str, lines: Sequence[str], keys: int | None = None) -> Sta
     """
     lines = list(map(printable, lines))
     keys = len(lines) if keys is None else keys
-    more = f"\n  ... and {len(lines) - SHOWN_KEYS} more" if len(lines) > SHOWN_KEYS else ""
+    unshown = f"\n  ... and {len(lines) - SHOWN_KEYS} more" if len(lines) > SHOWN_KEYS else ""
     shown = "\n  ".join(lines[:SHOWN_KEYS])
-    return StateMismatchError(f"{summary} in {counted(keys, 'key')}:\n  {shown}{more}")
+    return StateMismatchError(f"{summary} in {counted(keys, 'key')}:\n  {shown}{unshown}")
 
 
 def refuse_other_dtypes(tensors: Iterable[tuple[str, str, torch.dtype]]) -> None:
@@ -62,9 +62,9 @@ _COMPARED = 200
 
 def nearest(key: str, saved: list[str]) -> list[str]:
     """Return up to three saved names that are most like `key`."""
-    inside = [name for name in saved if name.startswith(f"{key}.")]
-    if inside:
-        return inside[:3]
+    below = [name for name in saved if name.startswith(f"{key}.")]
+    if below:  # a dict or a module was saved here
+        return below[:3]
     # Names with one prefix more or less, such as `model.` or `module.`; shortest prefix first.
     shifted = [name for name in saved if name.endswith(f".{key}") or key.endswith(f".{name}")]
     shifted.sort(key=lambda name: abs(len(name) - len(key)))

@@ -11,7 +11,7 @@ import numpy as np
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_objstore.read.item_read import ItemRead
-from dcp_objstore.read.tensor_read import Block, TensorRead, location_of, plan_spans
+from dcp_objstore.read.tensor_read import Block, BlockRange, TensorRead, location_of, plan_spans
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES
 from dcp_objstore.transfer.ranges import Span
 
@@ -62,32 +62,33 @@ def plan_load(
 
 
 def blocks_at(
-    checkpoint: StoredCheckpoint, places: Collection[tuple[int, int, int]]
-) -> dict[tuple[int, int, int], Span[Block]]:
-    """Return digest blocks by their places, to be verified for other ranks. No read needs them.
+    checkpoint: StoredCheckpoint, ranges: Collection[BlockRange]
+) -> dict[BlockRange, Span[Block]]:
+    """Return digest blocks that this rank reads only for other ranks: no read of its own has them.
 
     Args:
         checkpoint: a checkpoint with an index.
-        places: the number of the object, and where the block begins and ends in it.
+        ranges: where the blocks lie.
     """
-    if not places:
+    if not ranges:
         return {}
     index = checkpoint.index
     assert index is not None
     columns, spans = index.columns, {}
-    begins = columns.offset + columns.lead
+    payload_starts = columns.offset + columns.lead
     keys, first_rows = list(index.keys), [index.rows(key).start for key in index.keys]
-    # Items that have a payload, by where it begins: an item of an object ends before the next.
+    # The rows of items that have a payload, by object and by where the payload begins. An item ends
+    # before the next one begins, so a block is of the last item that begins before it.
     rows = np.flatnonzero(columns.payload_length)
-    rows = rows[np.lexsort((begins[rows], columns.object_number[rows]))]
-    numbers, starts = columns.object_number[rows], begins[rows]
-    for number, start, end in places:
+    rows = rows[np.lexsort((payload_starts[rows], columns.object_number[rows]))]
+    numbers, starts = columns.object_number[rows], payload_starts[rows]
+    for number, start, end in ranges:
         first, after = np.searchsorted(numbers, number), np.searchsorted(numbers, number, "right")
         row = int(rows[first + np.searchsorted(starts[first:after], start, "right") - 1])
         item = index.item(row)
         position = start - item.payload_offset
-        at = position // BLOCK_SIZE_BYTES * DIGEST_SIZE_BYTES
-        digest = item.digests[at : at + DIGEST_SIZE_BYTES]
+        digest_start = position // BLOCK_SIZE_BYTES * DIGEST_SIZE_BYTES
+        digest = item.digests[digest_start : digest_start + DIGEST_SIZE_BYTES]
         key = keys[bisect.bisect_right(first_rows, row) - 1]
         spans[number, start, end] = Span(number, start, end, Block(key, position, digest))
     return spans

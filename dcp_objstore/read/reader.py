@@ -43,7 +43,7 @@ from dcp_objstore.observe.dispatch import Channel, EventSettings
 from dcp_objstore.observe.events import OnEvent, Opened
 from dcp_objstore.observe.report import LoadReport, logger
 from dcp_objstore.read.item_read import Destination
-from dcp_objstore.read.items import Rename, renamed, typed_paths
+from dcp_objstore.read.items import Rename, new_names, typed_paths
 from dcp_objstore.read.mismatch import OnDtype
 from dcp_objstore.read.peers.exchange import Exchange, PeerFailedError, Share
 from dcp_objstore.read.peers.meeting import Offer, all_arrived, make_offer, open_once, share_out
@@ -197,7 +197,7 @@ class ObjectStoreReader(StorageReader):
             raise ConfigError(f"verify must be True or False, got {verify!r}")
         if on_dtype not in ("warn", "error"):
             raise ConfigError(f"on_dtype must be 'warn' or 'error', got {on_dtype!r}")
-        renamed((), rename)  # refuses wrong rules
+        new_names((), rename)  # refuses wrong rules at once
         self._target = Target(url, storage_options, config)
         self._progress = progress
         self._event_settings = EventSettings(on_event, trace)

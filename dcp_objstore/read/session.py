@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,8 +52,8 @@ if TYPE_CHECKING:
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
 
 
-class _Copied(NamedTuple):
-    """A tensor that is filled, and the destination that it is then copied to."""
+class _LateCopy(NamedTuple):
+    """A tensor that is filled in place of a destination, and copied to it when all has arrived."""
 
     filled: torch.Tensor
     destination: torch.Tensor
@@ -103,8 +104,9 @@ def run_load(
     for read in planned.reads:
         if isinstance(read, ItemRead):
             read.is_trusted, read.takes = trust_pickle, takes
-    copied = _bind(planned, destinations, completed)
+    late_copies = _bind(planned, destinations, completed)
     devices = {tensor.device for tensor in destinations if isinstance(tensor, torch.Tensor)}
+    # What this rank fetches for itself alone; and before that, what it hands to others as well.
     alone = planned.spans if exchange is None else exchange.alone()
     requests = [
         *(() if exchange is None else exchange.requests),
@@ -128,7 +130,7 @@ def run_load(
     )
     with nullcontext() if inbound is None else inbound:
         progress = Progress(config.stall_timeout_seconds, channel)
-        intake = _Intake(exchange, inbound, completed, progress, trust_pickle=trust_pickle)
+        intake = _Intake(exchange, inbound, completed, progress, trust_pickle)
         arriving = fetch_ranges(
             local or store,
             planned.checkpoint.object_keys,
@@ -139,6 +141,7 @@ def run_load(
             local=() if copies is None else copies.numbers,
             budget_bytes=budget_bytes,
             admit=None if exchange is None and inbound is None else intake.admit,
+            # The ring of a device does not say whether it has room, so `admit` may wait for it.
             may_begin=exchange.may_begin if exchange is not None and inbound is None else None,
             in_place=memory_for,
             explain=partial(explained, planned.checkpoint, store),
@@ -150,7 +153,7 @@ def run_load(
     for read in planned.reads:
         if isinstance(read, TensorRead):
             read.finish()
-    for filled, destination in copied:
+    for filled, destination in late_copies:
         copy_elements(filled, destination)
     if copies is not None:
         copies.keep()
@@ -170,49 +173,44 @@ def run_load(
     )
 
 
+@dataclass
 class _Intake:
     """The handling of a load's ranges: memory for them, their destinations, other ranks.
 
     Workers call `admit` and `take_in`, the thread of the load `go_on`.
+
+    Args:
+        completed: the items that wait for the thread of the load.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange | None,
-        inbound: Inbound | None,
-        completed: CompletionQueue,
-        progress: Progress,
-        *,
-        trust_pickle: bool,
-    ) -> None:
-        self._exchange = exchange
-        self._inbound = inbound
-        self._completed = completed
-        self._progress = progress
-        self._trust_pickle = trust_pickle
+    exchange: Exchange | None
+    inbound: Inbound | None
+    completed: CompletionQueue
+    progress: Progress
+    trust_pickle: bool
 
     def take_in(self, request: RangeRequest[Block], body: Buffer) -> bool:
         """Bring a range to its destinations; return whether the queue of items is full."""
-        self._completed.wait_for_room(self._progress)
-        with nullcontext() if self._inbound is None else self._inbound.taking(request):
+        self.completed.wait_for_room(self.progress)
+        with nullcontext() if self.inbound is None else self.inbound.taking(request):
             consume(request, body)
-        if self._exchange is not None:
-            self._exchange.keep(request, self._progress)
-        return self._completed.is_full
+        if self.exchange is not None:
+            self.exchange.keep(request, self.progress)
+        return self.completed.is_full
 
     def admit(self, request: RangeRequest[Block], progress: Progress) -> memoryview | None:
         """Wait for memory for a range, and return it; None if it takes none."""
-        memory = None if self._exchange is None else self._exchange.admit(request, progress)
-        if memory is None and self._inbound is not None and _is_sent(request):
-            memory = self._inbound.admit(request, progress)
+        memory = None if self.exchange is None else self.exchange.admit(request, progress)
+        if memory is None and self.inbound is not None and _goes_to_device(request):
+            memory = self.inbound.admit(request, progress)
         return memory
 
     def go_on(self) -> None:
         """Exchange what has arrived, and finish items."""
-        if self._exchange is not None:
-            self._exchange.advance()
-        self._completed.drain(partial(ItemRead.finish, trust_pickle=self._trust_pickle))
-        self._progress.alive()  # workers may have waited for this call, which is not a stall
+        if self.exchange is not None:
+            self.exchange.advance()
+        self.completed.drain(partial(ItemRead.finish, trust_pickle=self.trust_pickle))
+        self.progress.alive()  # workers may have waited for this call, which is not a stall
 
 
 def report_loaded(channel: Channel, report: LoadReport) -> None:
@@ -227,6 +225,7 @@ def _request_size(
     config: TransferConfig,
 ) -> int:
     """Return the request size: larger than configured where requests are sent ahead."""
+    # On the way to a device a request lies in the ring as a whole, so it must not grow.
     if not store.range_reading.ahead or any(device.type != "cpu" for device in devices):
         return config.request_size_bytes
     total_bytes = sum(span.end - span.start for span in spans)
@@ -249,7 +248,7 @@ def _refuse_other_dtypes(planned: PlannedLoad, destinations: Sequence[Destinatio
 
 def _bind(
     planned: PlannedLoad, destinations: Sequence[Destination], completed: CompletionQueue
-) -> list[_Copied]:
+) -> list[_LateCopy]:
     """Give every read its destination.
 
     If keys share memory, as tied weights do, the last of them fills it, as with torch.
@@ -257,30 +256,30 @@ def _bind(
     Returns:
         The tensors that are copied to their destination only when all others have arrived.
     """
-    of_keys: dict[str, list[torch.Tensor]] = {}
+    tensors: dict[str, list[torch.Tensor]] = {}
     for read, destination in zip(planned.reads, destinations, strict=True):
         if isinstance(destination, torch.Tensor):
             check_destination(read.item, destination)
-            of_keys.setdefault(read.item.dest_index.fqn, []).append(destination)
-    covered, after = fill_order(of_keys)
-    copied: list[_Copied] = []
-    warned = False
+            tensors.setdefault(read.item.dest_index.fqn, []).append(destination)
+    covered, after_others = fill_order(tensors)
+    late_copies: list[_LateCopy] = []
+    has_warned = False
     for read, destination in zip(planned.reads, destinations, strict=True):
         filled = destination
-        if isinstance(destination, torch.Tensor) and read.item.dest_index.fqn in after:
+        if isinstance(destination, torch.Tensor) and read.item.dest_index.fqn in after_others:
             filled = with_own_memory(destination)
-            copied.append(_Copied(filled, destination))
+            late_copies.append(_LateCopy(filled, destination))
         if isinstance(read, ItemRead):
             read.bind(filled, completed.add)
         else:
             assert isinstance(filled, torch.Tensor) and read.location.dtype is not None
-            warned = warned or warn_if_lossy(read.item, read.location.dtype, filled)
+            has_warned = has_warned or warn_if_lossy(read.item, read.location.dtype, filled)
             read.bind(filled)
-    if covered:
+    if covered:  # other keys fill the same memory, so these receive nothing
         for span in planned.spans:
             reads = span.tag.reads
             reads[:] = [read for read in reads if read.item.dest_index.fqn not in covered]
-    return copied
+    return late_copies
 
 
 def _open_inbound(
@@ -293,7 +292,7 @@ def _open_inbound(
 ) -> tuple[Inbound | None, int]:
     """Return the path to destinations on a GPU, if any, and the budget left for fetching."""
     if any(device.type != "cpu" for device in devices):
-        wait_for_streams()
+        wait_for_streams()  # which may still use the memory of destinations
     lanes = lanes_into(devices)
     if not lanes:
         return None, budget_bytes
@@ -307,7 +306,7 @@ def _open_inbound(
     return inbound, plan.fetch_budget_bytes
 
 
-def _is_sent(request: RangeRequest[Block]) -> bool:
+def _goes_to_device(request: RangeRequest[Block]) -> bool:
     """Whether part of a request goes to a device."""
     return any(
         isinstance(read, TensorRead) and read.is_sent
@@ -323,18 +322,18 @@ def explained(
     error: DcpObjstoreError,
 ) -> DcpObjstoreError:
     """Say what a GET's error means for the checkpoint, and add what the GET was for."""
-    where = error.rank, error.key, error.object_key, error.url
+    place = error.rank, error.key, error.object_key, error.url  # in the order of the constructor
     if isinstance(error, ObjectNotFoundError):
         error = checkpoint.explain(store, error)
     elif isinstance(error, PreconditionFailedError):
         text = "while it was being read, another writer replaced the checkpoint"
-        error = CheckpointGoneError(text, *where, advice="load it again")
+        error = CheckpointGoneError(text, *place, advice="load it again")
     elif isinstance(error, CorruptDataError):  # the object is too short, or the answer was wrong
-        error = CheckpointCorruptError(error.message, *where)
-    blocks = [
+        error = CheckpointCorruptError(error.message, *place)
+    first_and_last = [
         f"block {span.tag.position // BLOCK_SIZE_BYTES} of {span.tag.key}"
         for span in (request.spans[0], request.spans[-1])
     ]
-    place = " to ".join(dict.fromkeys(blocks))
-    error.message += f" (reading bytes [{request.start}, {request.end}) of the object, {place})"
+    blocks = " to ".join(dict.fromkeys(first_and_last))
+    error.message += f" (reading bytes [{request.start}, {request.end}) of the object, {blocks})"
     return error.at(key=request.spans[0].tag.key)

@@ -62,6 +62,9 @@ class TensorRead:
     Args:
         location: the place of the chunk, which must hold raw elements.
 
+    Attributes:
+        selection: the part of the chunk that the read needs.
+
     Raises:
         StateMismatchError: the chunk does not contain the elements to read.
     """
@@ -77,16 +80,13 @@ class TensorRead:
                 f"elements {wanted} are requested from a chunk of shape {location.sizes}",
                 key=item.dest_index.fqn,
             )
-        self._selection = Selection(*collapse(location.sizes, wanted), self._dtype.itemsize)
+        self.selection = Selection(*collapse(location.sizes, wanted), self._dtype.itemsize)
+        # The memory of a destination that payload bytes are copied to as they are, in host memory
+        # or on a device; None if they are cut or converted.
         self._memory: ByteArray | None = None
-        self._inbound: Inbound | None = None
         self._device_bytes: torch.Tensor | None = None
-        self._wrapper: torch.Tensor | None = None
-
-    @property
-    def selection(self) -> Selection:
-        """The part of the chunk that the read needs."""
-        return self._selection
+        self._inbound: Inbound | None = None  # the way to the destination's device
+        self._wrapper: torch.Tensor | None = None  # what `finish` fills from the destination
 
     def bind(self, destination: torch.Tensor) -> None:
         """Set the destination, before any block arrives.
@@ -100,9 +100,10 @@ class TensorRead:
                 or the class of a wrapper does not take plain elements.
         """
         dtypes = {self._dtype, destination.dtype}
-        if (any(map(is_quantized, dtypes)) and self._dtype != torch.float32) or (
-            torch.float4_e2m1fn_x2 in dtypes and len(dtypes) > 1
-        ):
+        # torch quantizes only float32, and converts nothing from or to a packed float4.
+        lacks_quantizing = any(map(is_quantized, dtypes)) and self._dtype != torch.float32
+        lacks_unpacking = torch.float4_e2m1fn_x2 in dtypes and len(dtypes) > 1
+        if lacks_quantizing or lacks_unpacking:
             raise StateMismatchError(
                 f"saved as {self.location.dtype}, which cannot be loaded into a"
                 f" {constant_name(destination.dtype)} tensor",
@@ -117,14 +118,15 @@ class TensorRead:
             destination = torch.empty(
                 destination.shape, dtype=destination.dtype, device=destination.device
             )
+        # `_view` has the shape of the wanted box of the selection.
         self._destination = self._view = destination
         if destination.is_contiguous():
-            self._view = destination.view(self._selection.wanted.sizes)
-        else:
+            self._view = destination.view(self.selection.wanted.sizes)
+        else:  # its dimensions cannot be merged, so those of the selection are not
             assert self.location.sizes is not None
             wanted = Box(tuple(self.item.storage_offsets), tuple(self.item.lengths))
-            self._selection = Selection(self.location.sizes, wanted, self._dtype.itemsize)
-        if len(self._selection.shape) == 1 and self._view.dtype == self._dtype:
+            self.selection = Selection(self.location.sizes, wanted, self._dtype.itemsize)
+        if len(self.selection.shape) == 1 and self._view.dtype == self._dtype:
             self._memory = byte_memory(self._view)
 
     def memory_at(self, position: int, size_bytes: int) -> memoryview | None:
@@ -135,7 +137,8 @@ class TensorRead:
         """
         if self._memory is None:
             return None
-        low = position - self._selection.wanted.offsets[0] * self._dtype.itemsize
+        # Where they belong in the destination.
+        low = position - self.selection.wanted.offsets[0] * self._dtype.itemsize
         if low < 0 or low + size_bytes > self._memory.nbytes:
             return None
         return memoryview(self._memory[low : low + size_bytes])
@@ -145,7 +148,7 @@ class TensorRead:
         if not inbound.takes(self._destination.device):
             return
         self._inbound, self._memory = inbound, None
-        if len(self._selection.shape) == 1 and self._view.dtype == self._dtype:
+        if len(self.selection.shape) == 1 and self._view.dtype == self._dtype:
             self._device_bytes = device_bytes(self._view)
 
     @property
@@ -153,7 +156,7 @@ class TensorRead:
         """Whether the bytes go through a ring to a device."""
         return self._inbound is not None
 
-    def _place(self, copies: Iterable[Copy], elements: torch.Tensor) -> None:
+    def _fill_boxes(self, copies: Iterable[Copy], elements: torch.Tensor) -> None:
         """Copy boxes out of a block's elements into the destination."""
         for copy in copies:
             source = elements[copy.start : copy.start + math.prod(copy.source_shape)]
@@ -164,21 +167,22 @@ class TensorRead:
         """Copy the needed elements of the payload bytes at `position`. Thread-safe."""
         arrived = np.frombuffer(block, dtype=np.uint8)
         if self._memory is not None:
-            first = self._selection.wanted.offsets[0] * self._dtype.itemsize - position
+            # Where the destination begins, counted from the start of the block; it may be before.
+            first = self.selection.wanted.offsets[0] * self._dtype.itemsize - position
             low, high = max(0, first), min(arrived.nbytes, first + self._memory.nbytes)
             self._memory[low - first : high - first] = arrived[low:high]
         elif self._inbound is not None:
             work = functools.partial(self._send, position)
             self._inbound.send(self._view.device, block, work)
         else:
-            copies = self._selection.copies(position, position + arrived.nbytes)
+            copies = self.selection.copies(position, position + arrived.nbytes)
             # torch writes to an inference tensor in inference mode only.
             with torch.inference_mode(self._view.is_inference()), torch.no_grad():
-                self._place(copies, self._elements(arrived))
+                self._fill_boxes(copies, self._elements(arrived))
 
     def accept_packed(self, position: int, size_bytes: int, packed: Buffer) -> None:
         """Copy packed elements of the `size_bytes` payload bytes at `position`. Thread-safe."""
-        copies = self._selection.copies(position, position + size_bytes)
+        copies = self.selection.copies(position, position + size_bytes)
         if self._inbound is not None:
 
             def unpack(arrived: torch.Tensor) -> None:
@@ -210,14 +214,15 @@ class TensorRead:
         # torch writes to an inference tensor in inference mode only.
         with torch.inference_mode(self._view.is_inference()), torch.no_grad():
             if self._device_bytes is not None:
-                first = self._selection.wanted.offsets[0] * itemsize - position
+                # As in `accept`.
+                first = self.selection.wanted.offsets[0] * itemsize - position
                 low, high = max(0, first), min(arrived.numel(), first + self._device_bytes.numel())
                 part = arrived[low:high]
                 self._device_bytes[low - first : high - first].copy_(part, non_blocking=True)
             else:
-                start, end = self._selection.within(position, position + arrived.numel())
+                start, end = self.selection.within(position, position + arrived.numel())
                 elements = self._staged(arrived[start - position : end - position])
-                self._place(self._selection.copies(start, end), elements)
+                self._fill_boxes(self.selection.copies(start, end), elements)
 
     def _staged(self, arrived: torch.Tensor) -> torch.Tensor:
         """Copy elements to device memory, which is aligned for every dtype."""
@@ -225,6 +230,7 @@ class TensorRead:
         return staged.copy_(arrived, non_blocking=True).view(self._dtype)
 
     def _elements(self, arrived: ByteArray) -> torch.Tensor:
+        """Return bytes in host memory as elements of the stored dtype."""
         if arrived.ctypes.data % self._dtype.itemsize:
             arrived = arrived.copy()  # torch expects elements to be aligned
         return torch.frombuffer(arrived.data, dtype=self._dtype)
@@ -232,7 +238,7 @@ class TensorRead:
     @property
     def needed_bytes(self) -> int:
         """The number of payload bytes that the destination receives."""
-        return math.prod(self._selection.wanted.sizes) * self._dtype.itemsize
+        return math.prod(self.selection.wanted.sizes) * self._dtype.itemsize
 
     def finish(self) -> None:
         """Tell autograd that the destination was written: the bytes may have bypassed torch.
@@ -246,12 +252,22 @@ class TensorRead:
 
 @dataclass(slots=True)
 class Block:
-    """A digest block of an item, or part of one, with the reads that need it."""
+    """A digest block of an item, or part of one, with the reads that need it.
+
+    Attributes:
+        key: the key of one of these reads, for errors.
+        position: where the block begins in the item's payload.
+        digest: the digest to compare it with; None if it is not verified.
+    """
 
     key: str
     position: int
     digest: bytes | None
     reads: list[Read] = field(default_factory=list)
+
+
+# The number of an object, and where a block begins and ends in it.
+BlockRange: TypeAlias = tuple[int, int, int]
 
 
 def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> list[Span[Block]]:
@@ -264,33 +280,34 @@ def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> li
             need, too, or nothing of it is.) Otherwise return only the runs of needed bytes, with
             gaps too small to be worth a request.
     """
-    spans: dict[tuple[int, int, int], Span[Block]] = {}
+    spans: dict[BlockRange, Span[Block]] = {}
     for read in reads:
         location = read.location
         digests = location.digests if verify else None
-        is_cut = read.selection is not None and len(read.selection.shape) > 1
+        has_separate_runs = read.selection is not None and len(read.selection.shape) > 1
         is_small = location.payload_length <= DEFAULT_GAP_BYTES
-        is_shared = whole_blocks and (is_cut or is_small)
-        for start, end in _pieces(read, whole_blocks=digests is not None or is_shared):
-            place = (
+        may_be_shared = whole_blocks and (has_separate_runs or is_small)
+        for start, end in _pieces(read, whole_blocks=digests is not None or may_be_shared):
+            block_range = (
                 location.object_number,
                 location.payload_offset + start,
                 location.payload_offset + end,
             )
-            span = spans.get(place)
+            span = spans.get(block_range)
             if span is None:
-                at = start // BLOCK_SIZE_BYTES * DIGEST_SIZE_BYTES
-                digest = None if digests is None else digests[at : at + DIGEST_SIZE_BYTES]
+                first = start // BLOCK_SIZE_BYTES * DIGEST_SIZE_BYTES
+                digest = None if digests is None else digests[first : first + DIGEST_SIZE_BYTES]
                 block = Block(read.item.dest_index.fqn, start, digest)
-                span = spans[place] = Span(*place, block)
+                span = spans[block_range] = Span(*block_range, block)
             span.tag.reads.append(read)
     return list(spans.values())
 
 
 def _pieces(read: Read, *, whole_blocks: bool) -> Iterator[tuple[int, int]]:
-    """Yield the pieces of payload `[start, end)` to read.
+    """Yield the pieces of payload `[start, end)` to read, of at most 4 MiB each.
 
-    Without `whole_blocks` they begin where the needed bytes do, so that there are few.
+    A read of MiB 5 to 10 of a long payload needs pieces 4 to 8 and 8 to 12, which are whole blocks,
+    with `whole_blocks`. Without it, pieces begin where the needed bytes do: 5 to 9 and 9 to 10.
     """
     size, unit = read.location.payload_length, BLOCK_SIZE_BYTES if whole_blocks else 1
     # A gap shorter than a block skips no whole block.
@@ -308,11 +325,11 @@ def consume(request: RangeRequest[Block], body: Buffer) -> None:
         CheckpointCorruptError: a block does not have the digest that it was saved with. No byte of
             the body has reached a tensor, so the request may be fetched and consumed again.
     """
-    view = memoryview(body)
-    parts = [view[span.start - request.start : span.end - request.start] for span in request.spans]
-    for span, part in zip(request.spans, parts, strict=True):
+    view, first = memoryview(body), request.start
+    contents = [view[span.start - first : span.end - first] for span in request.spans]
+    for span, content in zip(request.spans, contents, strict=True):
         block = span.tag
-        if block.digest is not None and block_digest(part) != block.digest:
+        if block.digest is not None and block_digest(content) != block.digest:
             raise CheckpointCorruptError(
                 f"bytes [{span.start}, {span.end}) of the object, block"
                 f" {block.position // BLOCK_SIZE_BYTES} of the item, differ from what was saved:"
@@ -320,9 +337,9 @@ def consume(request: RangeRequest[Block], body: Buffer) -> None:
                 advice="load another checkpoint",
                 key=block.key,
             )
-    for span, part in zip(request.spans, parts, strict=True):
+    for span, content in zip(request.spans, contents, strict=True):
         for read in span.tag.reads:
-            read.accept(span.tag.position, part)
+            read.accept(span.tag.position, content)
 
 
 def memory_for(request: RangeRequest[Block]) -> memoryview | None:
@@ -330,14 +347,16 @@ def memory_for(request: RangeRequest[Block]) -> memoryview | None:
 
     That is so if they are a single stretch of one destination and there is no digest to check.
     """
-    first, at = request.spans[0], request.start
+    first, next_start = request.spans[0].tag, request.start
     for span in request.spans:
-        if span.start != at or span.tag.digest is not None or span.tag.reads != first.tag.reads:
+        block = span.tag
+        if span.start != next_start or block.digest is not None or block.reads != first.reads:
             return None
-        at = span.end
-    if len(first.tag.reads) != 1 or not isinstance(read := first.tag.reads[0], TensorRead):
+        next_start = span.end
+    read = first.reads[0] if len(first.reads) == 1 else None
+    if not isinstance(read, TensorRead):
         return None
-    return read.memory_at(first.tag.position, request.end - request.start)
+    return read.memory_at(first.position, request.end - request.start)
 
 
 def check_destination(item: ReadItem, destination: torch.Tensor) -> None:
@@ -359,7 +378,7 @@ def check_destination(item: ReadItem, destination: torch.Tensor) -> None:
 
 
 def _unfillable(tensor: torch.Tensor) -> str:
-    """Return why a tensor cannot be written in place, or nothing."""
+    """Return why a tensor cannot be written in place; an empty text if it can."""
     if tensor.is_meta or torch_private.is_fake(tensor):
         return "is a meta or fake tensor without memory"
     if tensor.layout != torch.strided:
@@ -367,6 +386,7 @@ def _unfillable(tensor: torch.Tensor) -> str:
         return f"has layout {layout}; only strided tensors can be filled"
     if tensor.numel() and not tensor.data_ptr():
         return "has no memory: it was freed, or its class does not say what it is made of"
+    # A stride of 0 in a dimension of several elements: all of them are at the same address.
     if any(
         step == 0 and length > 1 for step, length in zip(tensor.stride(), tensor.shape, strict=True)
     ):
@@ -385,8 +405,8 @@ def location_of(checkpoint: StoredCheckpoint, item: ReadItem) -> ItemLocation:
     Raises:
         StateMismatchError: a tensor is stored where a value is requested, or the reverse.
     """
-    place = item.storage_index
-    location = checkpoint.item(place.fqn, place.offset, place.index)
+    stored = item.storage_index
+    location = checkpoint.item(stored.fqn, stored.offset, stored.index)
     if (location.sizes is None) != is_value(item):
         have, want = ("a value", "a tensor") if location.sizes is None else ("a tensor", "a value")
         raise StateMismatchError(

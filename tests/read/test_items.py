@@ -26,7 +26,7 @@ from dcp_objstore.read.items import (
     ItemLocation,
     RenamedItems,
     StockItems,
-    renamed,
+    new_names,
     typed_paths,
 )
 from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_stored_checkpoint
@@ -188,16 +188,16 @@ def test_rules_are_applied_one_after_the_other():
         ([(r"\.(\w)", r"/\1")], ["a/b", "a/c"]),
         ((("b", "d"),), ["a.d", "a.c"]),
     ):
-        assert renamed(["a.b", "a.c"], rename) == dict(zip(["a.b", "a.c"], names, strict=True))
+        assert new_names(["a.b", "a.c"], rename) == dict(zip(["a.b", "a.c"], names, strict=True))
 
 
 def test_no_two_keys_get_one_name_and_none_gets_an_empty_one():
-    assert renamed([""], [("^", "")]) == {"": ""}
+    assert new_names([""], [("^", "")]) == {"": ""}
     with pytest.raises(StateMismatchError, match="'b' and 'a' both become 'x'"):
-        renamed(["b", "a"], [("^.$", "x")])
+        new_names(["b", "a"], [("^.$", "x")])
     with pytest.raises(StateMismatchError, match="no name") as caught:
-        renamed(["b", "a"], [("^a$", "")])
+        new_names(["b", "a"], [("^a$", "")])
     assert caught.value.key == "a"
     for rules in ([("(", "")], [("a", r"\1")], ["ab"], "ab", 3, [("a",)], [(1, "b")]):
         with pytest.raises(ConfigError, match="rename="):
-            renamed(["a"], rules)  # type: ignore[arg-type]
+            new_names(["a"], rules)  # type: ignore[arg-type]
