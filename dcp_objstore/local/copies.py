@@ -26,7 +26,13 @@ from dcp_objstore.forking import PerProcess, close_here, open_here
 from dcp_objstore.local import folder as at
 from dcp_objstore.observe.events import LocalUnused
 from dcp_objstore.observe.report import logger, size_text
-from dcp_objstore.stores.local import LOCK_POLICY, FileSource, lock, locked, temporary_name
+from dcp_objstore.stores.local import (
+    LOCK_POLICY,
+    FileSource,
+    locked,
+    temporary_name,
+    try_lock,
+)
 from dcp_objstore.stores.ranges import Range
 from dcp_objstore.stores.wrappers import WrappedStore
 
@@ -178,7 +184,7 @@ class SaveCopies(_Copies):
                     flags = os.O_RDWR
                     best.path.parent.rmdir()  # if it is empty
             file = open_here(path, flags, 0o600)
-            lock(file)
+            try_lock(file)
         return file, path
 
     def reserve(self, file: int, size_bytes: int) -> None:

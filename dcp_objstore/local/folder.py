@@ -37,7 +37,7 @@ from dcp_objstore.config import Local
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import InputError, StoreUnavailableError
 from dcp_objstore.forking import PerProcess, close_here, open_here
-from dcp_objstore.stores.local import LOCK_POLICY, TEMPORARY, lock, locked
+from dcp_objstore.stores.local import LOCK_POLICY, TEMPORARY, locked, try_lock
 
 URL, USED, STORE_ROOT = "=url", "=used ", "=root"  # a quoted name has no "="
 # A run that nobody has saved or loaded for so long is removed. It is removed earlier if its room is
@@ -76,7 +76,7 @@ class File(NamedTuple):
         with contextlib.suppress(FileNotFoundError):
             file = open_here(self.path, os.O_RDWR)
             try:
-                return not lock(file)
+                return not try_lock(file)
             finally:
                 close_here(file)
         return False

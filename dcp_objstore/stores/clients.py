@@ -20,7 +20,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores.azure.client import azure_factory
-from dcp_objstore.stores.credentials import lost
+from dcp_objstore.stores.credentials import note_of_stripped
 from dcp_objstore.stores.endpoint import tls_context
 from dcp_objstore.stores.errors import is_of
 from dcp_objstore.stores.fsspec.filesystems import Filesystems, judge_fsspec
@@ -93,7 +93,9 @@ def make_filesystems(
         StoreUnavailableError: the filesystem connects at once, and cannot.
     """
     if stripped:
-        raise CredentialsError(f"a filesystem cannot be made of what is left{lost(stripped)}")
+        raise CredentialsError(
+            f"a filesystem cannot be made of what is left{note_of_stripped(stripped)}"
+        )
     try:
         return _make(url, options, config)
     except DcpObjstoreError:

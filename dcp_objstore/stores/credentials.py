@@ -68,7 +68,7 @@ class Credentials:
 ANONYMOUS: Final = Credentials("anonymous", config={"skip_signature": True})
 
 
-def fixed(source: str, **credential: str | None) -> Credentials:
+def fixed_credentials(source: str, **credential: str | None) -> Credentials:
     """Credentials that are given once, under obstore's names.
 
     They are a provider's answer. obstore would mix settings of its store with credentials in the
@@ -153,7 +153,7 @@ class Renewing:
             failure = error.message
         except Exception as error:  # noqa: BLE001  files, processes and services are asked
             # Not its text, which may quote what a credential process printed.
-            failure = without_text(error)
+            failure = class_and_line(error)
         else:
             ends_at = kept["expires_at"]
             if ends_at is not None:
@@ -177,7 +177,7 @@ def asked_by_clients() -> None:
     """`Credentials.renew` of a source that each new client of obstore asks by itself."""
 
 
-def lost(stripped: tuple[str, ...]) -> str:
+def note_of_stripped(stripped: tuple[str, ...]) -> str:
     """Return what an error adds about the options that pickling left out."""
     if not stripped:
         return ""
@@ -187,7 +187,7 @@ def lost(stripped: tuple[str, ...]) -> str:
     )
 
 
-def without_text(error: Exception) -> str:
+def class_and_line(error: Exception) -> str:
     """The class of an error, and a line number: its text may quote a line with a secret.
 
     Raise the error for the user outside of the handler, so that this one is not its context.

@@ -1,14 +1,14 @@
 """The one place that says which status, code or builtin error is which error of this package.
 
-An adapter reads out of an exception of its library what is in it (`Facts`). `judge` makes the error
-of that, and says whether the request may be sent again.
+An adapter reads out of an exception of its library what is in it (`ErrorDetails`). `judge` makes
+the error of that, and says whether the request may be sent again.
 """
 
 from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ _SECRET_ELEMENT = re.compile(
     r"<(AWSAccessKeyId|StringToSign\w*|CanonicalRequest\w*|SignatureProvided|Token-\d+)>.*?</\1>",
     re.S,
 )
+# A field's name, what stands between it and its value, and the value: `Signature="abc"`.
 _SECRET_FIELDS = [
     re.compile(rf"((?:{names})\b[\\\"']*\s*[:=]\s*[\\\"']*{scheme})[^\s,;&<>\\\"']+", re.I)
     for names, scheme in (
@@ -148,21 +149,6 @@ _ADVICE: dict[type[DcpObjstoreError], str] = {
         " or raise the quota"
     ),
 }
-# Answers by which a store asks for an option: a part of them, what it means, and the option.
-_OPTIONS = {
-    "with Object Lock": (
-        "the bucket locks its objects and takes no body without a checksum",
-        "set storage_options={'s3_additional_kwargs': {'ChecksumAlgorithm': 'SHA256'}}",
-    ),
-    **dict.fromkeys(
-        ("XAmzContentSHA256Mismatch", "UNSIGNED-PAYLOAD"),
-        ("the store wants signed bodies", "set storage_options={'sign_payload': True}"),
-    ),
-    "SecondLevelDomainForbidden": (
-        "the store wants the bucket in the host's name",
-        "set storage_options={'addressing_style': 'virtual'}",
-    ),
-}
 # The codes that are looked for by name.
 NO_SUCH_KEY = "NoSuchKey"
 NO_SUCH_UPLOAD = "NoSuchUpload"
@@ -199,8 +185,8 @@ class Meaning(NamedTuple):
 
     def error(self, text: str = "") -> DcpObjstoreError:
         """Make the error, which ends with what the library says."""
-        what = ": ".join(filter(None, (self.words, redacted(text))))
-        return self.kind(what, advice=self.advice)
+        message = ": ".join(filter(None, (self.words, redacted(text))))
+        return self.kind(message, advice=self.advice)
 
 
 # Why a request got no answer.
@@ -236,6 +222,24 @@ WRONG_CERTIFICATE = Meaning(
 )
 NO_HTTP = Meaning(ConfigError, "its answer is no HTTP", f"{_USE_HTTPS} if it speaks TLS")
 WANTS_TLS = Meaning(ConfigError, "the server does not speak plain HTTP", _USE_HTTPS)
+_WANTS_SIGNED_BODIES = Meaning(
+    ConfigError, "the store wants signed bodies", "set storage_options={'sign_payload': True}"
+)
+# Answers by which a store asks for an option, by a part of their text.
+_OPTIONS_ASKED_FOR = {
+    "with Object Lock": Meaning(
+        ConfigError,
+        "the bucket locks its objects and takes no body without a checksum",
+        "set storage_options={'s3_additional_kwargs': {'ChecksumAlgorithm': 'SHA256'}}",
+    ),
+    "XAmzContentSHA256Mismatch": _WANTS_SIGNED_BODIES,
+    "UNSIGNED-PAYLOAD": _WANTS_SIGNED_BODIES,
+    "SecondLevelDomainForbidden": Meaning(
+        ConfigError,
+        "the store wants the bucket in the host's name",
+        "set storage_options={'addressing_style': 'virtual'}",
+    ),
+}
 # The answer is not what was asked for. It may come from a cache or a proxy on the way, and only
 # once: bytes of which readers ask again.
 WHOLE = Meaning(
@@ -250,7 +254,7 @@ UPLOAD_LOST = Meaning(UploadLostError, "the store lost this upload before its en
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class ErrorDetails:
     """The parts that an adapter reads out of an exception of its library.
 
     Attributes:
@@ -279,75 +283,78 @@ class Failure(NamedTuple):
 
     Attributes:
         error: the error to raise.
-        facts: the facts that it was made of.
+        details: the details that it was made of.
     """
 
     error: DcpObjstoreError
-    facts: Facts
+    details: ErrorDetails
 
     @property
     def may_pass(self) -> bool:
         """Whether it may pass if the request is sent again."""
-        facts = self.facts
-        if facts.may_pass is not None:
-            return facts.may_pass
-        is_lost = isinstance(self.error, UploadLostError)
-        return isinstance(self.error, StoreUnavailableError) and not is_lost
+        if self.details.may_pass is not None:
+            return self.details.may_pass
+        # A lost upload is a `StoreUnavailableError`, but it has to be begun again as a whole.
+        is_lost_upload = isinstance(self.error, UploadLostError)
+        return isinstance(self.error, StoreUnavailableError) and not is_lost_upload
 
     @property
     def throttled(self) -> bool:
         """The store asks for fewer requests."""
-        return self.facts.status in THROTTLING_STATUSES or self.facts.code == "SlowDown"
+        return self.details.status in THROTTLING_STATUSES or self.details.code == "SlowDown"
 
     @property
     def had_no_effect(self) -> bool:
         """The request changed nothing: no connection was made, or the store refused."""
-        return self.facts.status is not None or not self.facts.connected
+        return self.details.status is not None or not self.details.connected
 
     @property
     def answered(self) -> bool:
         """Whether there is a server: it answered, or closed the connection."""
-        facts = self.facts
-        return facts.status is not None or (facts.connected and not facts.timed_out)
+        details = self.details
+        return details.status is not None or (details.connected and not details.timed_out)
 
 
-def judge(error: Exception, read: Callable[[Exception], Facts]) -> Failure:
+def judge(error: Exception, read: Callable[[Exception], ErrorDetails]) -> Failure:
     """Say what an exception of a transport means.
 
     Credentials and signatures that a store repeats are left out, in the text and in `error` itself.
 
     Args:
         error: an exception of the transport; one of this package is what it means.
-        read: the adapter's function that reads the facts out of it.
+        read: the adapter's function that reads the details out of it.
     """
     if isinstance(error, DcpObjstoreError):
-        return Failure(error, Facts(text=""))
+        return Failure(error, ErrorDetails(text=""))
     redact(error)
-    facts = read(error)
-    meant = meaning_of(error, facts).error(facts.text)
-    meant.status, meant.code = facts.status, facts.code
-    return Failure(meant, facts)
+    details = read(error)
+    our_error = meaning_of(error, details).error(details.text)
+    our_error.status, our_error.code = details.status, details.code
+    return Failure(our_error, details)
 
 
-def meaning_of(error: Exception, facts: Facts) -> Meaning:
+def meaning_of(error: Exception, details: ErrorDetails) -> Meaning:
     """Return what an exception means: by what its adapter knows, by code, by status, by type."""
-    if facts.code == NO_SUCH_KEY and facts.conditional:
-        meaning = Meaning(PreconditionFailedError)  # 404 on AWS and moto
-    elif facts.code in (NO_SUCH_UPLOAD, _NO_SUCH_BLOCKS):
+    if details.code in (NO_SUCH_UPLOAD, _NO_SUCH_BLOCKS):
         return UPLOAD_LOST
-    elif option := next((option for sign, option in _OPTIONS.items() if sign in facts.text), None):
-        return Meaning(ConfigError, *option)
-    elif facts.meaning is not None:
-        meaning = facts.meaning
-    else:
-        kind = kind_of_answer(facts.status, facts.code) or kind_of_builtin(error)
+    meaning = first_sign(_OPTIONS_ASKED_FOR, details.text) or details.meaning
+    if details.code == NO_SUCH_KEY and details.conditional:
+        # AWS and moto say 404 to an update of an object that is gone: it was lost to a deletion.
+        meaning = Meaning(PreconditionFailedError)
+    if meaning is None:
+        kind = kind_of_answer(details.status, details.code) or kind_of_builtin(error)
         meaning = Meaning(kind)
     if meaning.words:
         return meaning
     kind, words = meaning.kind, _WORDS.get(meaning.kind, type(error).__name__)
-    if kind is CredentialsError and facts.status is None:
+    if kind is CredentialsError and details.status is None:  # no store was asked
         words = "there are no credentials, or they cannot be used"
     return Meaning(kind, words, _ADVICE.get(kind))
+
+
+def first_sign(meanings: Mapping[str, Meaning], text: str) -> Meaning | None:
+    """Return the meaning of the first key that stands in a text; None if none does."""
+    return next((meaning for sign, meaning in meanings.items() if sign in text), None)
 
 
 def kind_of_answer(status: int | None, code: str | None) -> type[DcpObjstoreError] | None:
@@ -356,20 +363,24 @@ def kind_of_answer(status: int | None, code: str | None) -> type[DcpObjstoreErro
         return _BY_CODE[code]
     if status in _BY_STATUS:
         return _BY_STATUS[status]
-    if status is not None:
-        return StoreUnavailableError if status >= 500 else DcpObjstoreError
-    return None
+    if status is None:
+        return None
+    return StoreUnavailableError if status >= 500 else DcpObjstoreError
 
 
 def kind_of_builtin(error: BaseException) -> type[DcpObjstoreError]:
     """Return the error for one of Python's, by errno, then by type; `DcpObjstoreError` if none."""
     if isinstance(error, OSError) and error.errno in _BY_ERRNO:
         return _BY_ERRNO[error.errno]
-    return next((ours for kind, ours in _BY_TYPE if isinstance(error, kind)), DcpObjstoreError)
+    kinds = (ours for builtin, ours in _BY_TYPE if isinstance(error, builtin))
+    return next(kinds, DcpObjstoreError)
 
 
 def of_os(error: OSError) -> DcpObjstoreError:
-    """Return the error for one of the operating system's, without the path of a file."""
+    """Return the error for one of the operating system's, without the path of a file.
+
+    The system's own words are enough, except where the user has to make room.
+    """
     text, kind = error.strerror or str(error), kind_of_builtin(error)
     if kind is StoreFullError:
         return Meaning(kind, _WORDS[kind], _ADVICE[kind]).error(text)
@@ -406,7 +417,7 @@ def redact(error: BaseException) -> None:
 
 def led_to(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and what it was raised for; urllib3 keeps some in `args` and `reason`."""
-    return contexts.led_to(error, more=lambda of: (*of.args, getattr(of, "reason", None)))
+    return contexts.led_to(error, more=lambda cause: (*cause.args, getattr(cause, "reason", None)))
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

@@ -54,7 +54,7 @@ from dcp_objstore.stores.protocol import (
     Version,
 )
 from dcp_objstore.stores.ranges import REPLACED, Answer, RangeSource
-from dcp_objstore.stores.retries import RetryPolicy, Tries, policies
+from dcp_objstore.stores.retries import RetryPolicy, Tries, small_policy
 from dcp_objstore.stores.urls import StoreUrl, check_key, parse_url
 
 _OURS = ".dcp-objstore."  # names that start so are temporary or locks, and are not objects
@@ -84,8 +84,8 @@ class LocalStore(BaseStore[Path]):
     def __init__(self, url: StoreUrl, config: TransferConfig) -> None:
         super().__init__(url)
         self._root = Path(url.prefix)
-        _, small = policies(config)
-        self._patience = replace(LOCK_POLICY, patience_seconds=small.patience_seconds)
+        patience_seconds = small_policy(config).patience_seconds
+        self._patience = replace(LOCK_POLICY, patience_seconds=patience_seconds)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -386,7 +386,7 @@ def locked(folder: Path, policy: RetryPolicy) -> Iterator[None]:
         # A lock of the open file description: it excludes threads of this process as well.
         fd = open_here(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT)
         try:
-            if lock(fd) and os.fstat(fd).st_nlink:  # not removed by `remove_lock` since
+            if try_lock(fd) and os.fstat(fd).st_nlink:  # not removed by `remove_lock` since
                 yield
                 return
         finally:
@@ -399,7 +399,7 @@ def locked(folder: Path, policy: RetryPolicy) -> Iterator[None]:
             )
 
 
-def lock(fd: int) -> bool:
+def try_lock(fd: int) -> bool:
     """Take the lock of an open file; return False if it is taken."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -85,15 +85,19 @@ class RetryPolicy:
         return most * _random.uniform(0.5, 1.0)
 
 
-def policies(config: TransferConfig) -> tuple[RetryPolicy, RetryPolicy]:
-    """Return the policies of transfers and of small requests (marker, index, listing).
+def transfer_policy(config: TransferConfig) -> RetryPolicy:
+    """Return the policy of the requests that move data."""
+    return RetryPolicy(config.max_retries, config.retry_timeout_seconds)
+
+
+def small_policy(config: TransferConfig) -> RetryPolicy:
+    """Return the policy of small requests (marker, index, listing).
 
     A small request is given up within a third of the stall time-out, so that a save fails soon if
     the store stalls.
     """
-    large = RetryPolicy(config.max_retries, config.retry_timeout_seconds)
     seconds = min(config.retry_timeout_seconds, config.stall_timeout_seconds / 3)
-    return large, replace(large, patience_seconds=seconds)
+    return RetryPolicy(config.max_retries, seconds)
 
 
 class Tries:
@@ -179,7 +183,7 @@ class Tries:
             else:
                 if self._refunds and self._limiter is not None:
                     self._limiter.refund_retry()
-                    self._limiter.heard(self._clock.monotonic() - begun_at)
+                    self._limiter.note_latency(self._clock.monotonic() - begun_at)
                 return answer
 
     def again(
@@ -199,7 +203,7 @@ class Tries:
         if not failure.may_pass or not (repeatable or failure.had_no_effect):
             raise error
         if failure.throttled and self._limiter is not None:
-            self._limiter.throttled(begun_at)
+            self._limiter.note_throttling(begun_at)
         may_retry = self._left_seconds() > 0
         spent = may_retry and self._limiter is not None and not self._limiter.spend_retry()
         if spent or not self.pause(failure.error):
@@ -246,7 +250,7 @@ class Requests:
     """The state that the requests to one bucket share.
 
     Args:
-        config: time-outs and retries; see `policies`.
+        config: time-outs and retries; see `transfer_policy`, `small_policy`.
         judge: a function that says what an exception of the transport means.
         endpoint_url: the server; None for the provider's own.
         url: a URL of the bucket.
@@ -271,7 +275,7 @@ class Requests:
         self.endpoint_url = endpoint_url
         self._judge = judge
         self._bucket = (url.scheme, url.bucket)
-        self._policy, self._small_policy = policies(config)
+        self._policy, self._small_policy = transfer_policy(config), small_policy(config)
         self.small_timeout_seconds = min(
             config.request_timeout_seconds,
             max(config.stall_timeout_seconds / 3, _LEAST_SMALL_TIMEOUT_SECONDS),

@@ -97,7 +97,7 @@ def _copy(
         progress.check_stopped()
         part_sizes.append(size_bytes)
         progress.moved(size_bytes)
-        limiter_of(store).succeeded()
+        limiter_of(store).note_success()
         if progress.channel is not None:
             progress.channel.emit(
                 PartCopied, time.monotonic(), object_key=key, size_bytes=size_bytes

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
+import obstore.exceptions
 import pytest
 
 from dcp_objstore.checkpoint import commit as commits
@@ -33,8 +34,29 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.admission.window import Window
-from dcp_objstore.stores.errors import kind_of_answer, kind_of_builtin, of_os
-from dcp_objstore.stores.obstore.errors import judge_obstore
+from dcp_objstore.stores.errors import (
+    ErrorDetails,
+    Failure,
+    Meaning,
+    judge,
+    kind_of_answer,
+    kind_of_builtin,
+    of_os,
+    redact,
+    redacted,
+    words_for,
+)
+from dcp_objstore.stores.obstore.direct import LaneError
+from dcp_objstore.stores.obstore.errors import (
+    RefusedError,
+    is_unreadable,
+    judge_obstore,
+    no_store,
+    parts_are_left,
+    refusal_of,
+    sent_whole,
+    translate_panic,
+)
 from dcp_objstore.stores.protocol import CopySource, IfVersion, Version
 from dcp_objstore.stores.ranges import read_range
 from tests.model.faults import ERROR_BODY, UNIX_EPOCH
@@ -299,26 +321,330 @@ def test_given_credentials_are_not_mixed_with_those_of_the_environment(over, mon
     assert "authorization" not in sent(key=None, secret=None, anon=True)
 
 
-def test_the_stores_answer_is_reduced_to_its_code_and_message():
-    from obstore.exceptions import GenericError
+WORDS: dict[type[DcpObjstoreError], tuple[str, str]] = {
+    BucketNotFoundError: ("the bucket does not exist", ""),
+    ObjectNotFoundError: ("there is no such object", ""),
+    CredentialsError: ("the store did not accept the credentials", "check them"),
+    PermissionDeniedError: ("the credentials do not allow this", ""),
+    ConfigError: ("the bucket is in another region", "'region'"),
+    CorruptDataError: ("the object is shorter", ""),
+    PreconditionFailedError: ("the object is not in the state", ""),
+    StoreUnavailableError: ("the store did not answer as it should", ""),
+    UnsupportedError: ("the store does not support this", ""),
+    StoreFullError: ("the store is full, or a quota is reached", "sweep"),
+    InputError: ("the store refused the request", ""),
+    DcpObjstoreError: ("RuntimeError", ""),
+}
 
+
+def test_each_error_begins_with_what_it_means_and_some_say_what_to_do():
+    for kind, (words, advice) in WORDS.items():
+        details = ErrorDetails(text="said", status=400, meaning=Meaning(kind))
+        error = judge(RuntimeError("no"), lambda _, details=details: details).error
+        assert type(error) is kind
+        assert error.message.startswith(words) and error.message.endswith(": said"), kind
+        assert (advice in (error.advice or "")) if advice else error.advice is None, kind
+        assert (error.status, error.code) == (400, None)
+    unasked = ErrorDetails(text="", meaning=Meaning(CredentialsError))
+    assert "there are no credentials" in judge(RuntimeError(), lambda _: unasked).error.message
+    assert words_for(StoreFullError) == "the store is full, or a quota is reached"
+
+
+def test_a_failure_says_if_the_request_had_an_effect_and_if_another_try_may_help():
+    """The first row: an answer; the others: none."""
+    for details, throttled, had_no_effect, answered in (
+        ({"status": 500}, False, True, True),
+        ({"status": 429}, True, True, True),
+        ({"status": 503, "connected": False, "timed_out": True}, True, True, True),
+        ({"status": 400, "code": "SlowDown"}, True, True, True),
+        ({}, False, False, True),
+        ({"timed_out": True}, False, False, False),
+        ({"connected": False}, False, True, False),
+    ):
+        failure = Failure(StoreUnavailableError("no"), ErrorDetails(text="", **details))
+        assert failure.throttled is throttled, details
+        assert failure.had_no_effect is had_no_effect, details
+        assert failure.answered is answered, details
+        assert failure.may_pass
+    for error, knows, may_pass in (
+        (StoreUnavailableError("no"), False, False),
+        (UploadLostError("no"), None, False),
+        (CredentialsError("no"), None, False),
+        (CredentialsError("no"), True, True),
+    ):
+        assert Failure(error, ErrorDetails(text="", may_pass=knows)).may_pass is may_pass
+
+
+@pytest.mark.parametrize(
+    "element",
+    [
+        "AWSAccessKeyId",
+        "StringToSign",
+        "StringToSignBytes",
+        "CanonicalRequest",
+        "CanonicalRequestBytes",
+        "SignatureProvided",
+        "Token-0",
+    ],
+)
+def test_an_element_with_what_was_signed_is_left_out_of_an_error(element):
+    error = RuntimeError(f"<Code>C</Code><{element}>SE\nCRET</{element}><Host>h</Host>", 7)
+    error.__cause__ = OSError("Signature=SECRET")
+    redact(error)
+    assert error.args == (f"<Code>C</Code><{element}/><Host>h</Host>", 7)
+    assert str(error.__cause__) == "Signature=***"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("x-amz-security-token: SECRET, x", "x-amz-security-token: ***, x"),
+        ("X-Amz-Credential=SECRET&x=1", "X-Amz-Credential=***&x=1"),
+        ("X-Amz-Signature=SECRET;x", "X-Amz-Signature=***;x"),
+        ("Credential=SECRET, Signature=SECRET<x>", "Credential=***, Signature=***<x>"),
+        ("AWSAccessKeyId=SECRET&sig=SECRET", "AWSAccessKeyId=***&sig=***"),
+        ('{"Authorization": "Bearer SECRET"}', '{"Authorization": "Bearer ***"}'),
+        ("authorization: basic SECRET", "authorization: basic ***"),
+        ("authorization = SECRET", "authorization = ***"),
+        ("\x1b[31mdesign: red", "\\x1b[31mdesign: red"),
+    ],
+)
+def test_a_field_with_a_credential_or_signature_is_hidden_wherever_it_stands(text, shown):
+    assert redacted(text) == shown
+
+
+# --- what obstore says, by which nothing else but its class tells errors apart
+
+
+def got(method: str, query: str = "", answer: str = "") -> str:
+    url = f"https://host:1/bucket/k{query}"
+    return f"Generic S3 error: Error performing {method} {url} in 1.5s, after 2 retries{answer}"
+
+
+# Its dump where a request got no answer; the answer is not HTTP, or not the range.
+DUMPS = {
+    "kind: ConnectionRefused": (StoreUnavailableError, "connection refused", "server runs"),
+    '"dns error"': (StoreUnavailableError, "name cannot be resolved", "DNS"),
+    "InvalidContentType": (ConfigError, "does not speak TLS", "http://"),
+    "InvalidCertificate(": (ConfigError, "certificate is not valid", "'verify'"),
+    "hyper::Error( Parse(": (ConfigError, "is no HTTP", "https://"),
+    "legacy::Error( Connect,": (StoreUnavailableError, "no connection could be made", "firewall"),
+    "kind: Timeout": (StoreUnavailableError, "no answer in time", "firewall"),
+    "legacy::Error( SendRequest,": (StoreUnavailableError, "closed before an answer", "http://"),
+}
+RANGES = {
+    "source: NotPartial": "ignores Range",
+    "source: UnexpectedRange": "another range",
+    "source: ParseContentRange": "does not say which range",
+    "source: InvalidRangeRequest": "shorter than the range",
+}
+# Its text where it names no request: a setting, or an answer that no store gives.
+TEXTS: dict[type[DcpObjstoreError], dict[str, str]] = {
+    ConfigError: {
+        "Generic Config error": "a setting is not valid",
+        "Invalid encryption": "AWS_SSE_KMS_KEY_ID",
+        "HTTP client error: builder error": "SSL_CERT_FILE",
+        "failed to parse header": "cannot be sent in a header",
+        "Last-Modified Header missing": "does not look like a store",
+        "HTTP request to an HTTPS server": "does not speak plain HTTP",
+        "HTTP request was sent to HTTPS port": "does not speak plain HTTP",
+    },
+    CredentialsError: {
+        "Unable to open service account file": "the key of the service account",
+        "Unable to decode service account file": "the key of the service account",
+        "pem file": "the key of the service account",
+        "Invalid RSA key": "the key of the service account",
+        "Invalid Access Key": "is not base64",
+    },
+    UnsupportedError: {
+        "Content-Length Header missing": "does not announce the length",
+        "object with invalid path": "empty, '.' or '..' segment",
+    },
+    StoreUnavailableError: {
+        "ETag Header missing": "does not look like a store",
+        "missing field `UploadId`": "does not look like a store",
+        "missing field `Blobs`": "does not look like a store",
+        "invalid Content-Type value": "does not look like a store",
+        "anything else": "did not answer as it should",
+    },
+}
+CLASSES = {
+    "AlreadyExistsError": PreconditionFailedError,
+    "PreconditionError": PreconditionFailedError,
+    "PermissionDeniedError": PermissionDeniedError,
+    "UnauthenticatedError": CredentialsError,
+    "NotSupportedError": UnsupportedError,
+    "InvalidPathError": InputError,
+    "UnknownConfigurationKeyError": ConfigError,
+    "GenericError": StoreUnavailableError,
+    "JoinError": DcpObjstoreError,
+}
+
+
+def of_obstore(text: str, name: str = "GenericError") -> Failure:
+    return judge_obstore(getattr(obstore.exceptions, name)(text))
+
+
+def test_why_obstore_got_no_answer_is_read_out_of_its_dump():
+    for sign, (kind, words, advice) in DUMPS.items():
+        dump = "\n\nDebug source:\n" + sign.replace(" ", "\n    ")
+        failure = of_obstore(got("GET") + dump)
+        error, details = failure
+        assert type(error) is kind, sign
+        assert error.message.startswith("cannot reach host:1: "), sign
+        assert words in error.message and "(2 retries in 1.5s)" in error.message
+        assert advice in str(error.advice), sign
+        assert details.connected is ("Connect," not in sign)
+        assert details.timed_out is (sign == "kind: Timeout")
+        # With a status, the store has answered.
+        status = of_obstore(got("GET", answer=" - status code: 403") + dump)
+        assert type(status.error) is PermissionDeniedError
+    assert "cannot reach" not in of_obstore(got("GET")).error.message
+    assert "did not answer" in of_obstore("no\n\nDebug source: kind: Timeout").error.message
+    # A redirect that obstore does not follow has no status.
+    failure = of_obstore(got("GET") + "\n\nDebug source: inner: BareRedirect")
+    assert (type(failure.error), failure.details.status) == (ConfigError, 301)
+    assert "BareRedirect" not in failure.error.message
+    # The direct lane in obstore's place.
+    lost = judge_obstore(LaneError("ConnectionError"))
+    assert lost.error.message == "the connection to the store was lost: ConnectionError"
+    assert lost.may_pass and not lost.throttled
+    assert judge_obstore(LaneError("no", status=503)).throttled
+
+
+def test_an_answer_that_obstore_cannot_use_is_read_out_of_its_texts():
+    for sign, words in RANGES.items():
+        error = of_obstore(f"no\n\nDebug source: {sign}").error
+        assert type(error) is CorruptDataError and words in error.message, sign
+        assert sent_whole(RuntimeError(sign)) is (sign == "source: NotPartial")
+    for kind, texts in TEXTS.items():
+        for text, words in texts.items():
+            error = of_obstore(f"Generic error: {text}: more").error
+            assert type(error) is kind and words in error.message, text
+            assert ("'transport': 'fsspec'" in str(error)) == (kind is UnsupportedError)
+            assert is_unreadable(RuntimeError(text)) == (kind is UnsupportedError)
+            if "HTTP request" not in text:  # a request is about the store, not about a setting
+                error = of_obstore(f"{got('GET')}: {text}").error
+                assert "did not answer as it should" in error.message, text
+    full = of_obstore("status code: 507: HTTP request to an HTTPS server").error
+    assert type(full) is StoreFullError
+    for name, kind in CLASSES.items():
+        assert type(of_obstore("no", name).error) is kind, name
+        # The status counts before the class.
+        assert type(of_obstore("status code: 416", name).error) is CorruptDataError
+        assert of_obstore("no", name).details.conditional is (name == "PreconditionError")
+
+
+def test_the_answer_to_a_batch_has_its_status_and_code():
+    said = "Bulk delete request failed for key k: {} (code: 404)"
+    gone = of_obstore(said.format("The specified container does not exist."))
+    assert (type(gone.error), gone.details.code) == (BucketNotFoundError, "ContainerNotFound")
+    other = of_obstore(said.format("No."))
+    assert (type(other.error), other.details.code) == (ObjectNotFoundError, None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "words"),
+    [
+        ("", StoreUnavailableError, "PUT of a part, or the end"),
+        (" - status code: 403", PermissionDeniedError, "hides the cause: the credentials do not"),
+        (" - status code: 404", UploadLostError, "the store lost this upload"),
+        (" - status code: 404 <Code>NoSuchUpload</Code>", UploadLostError, "the store lost this"),
+        (" - status code: 404 <Code>NoSuchBucket</Code>", BucketNotFoundError, "the bucket does"),
+    ],
+)
+def test_an_abort_that_fails_stands_for_its_upload(answer, kind, words):
+    text = got("DELETE", "?uploadId=1", answer)
+    error = of_obstore(text).error
+    assert type(error) is kind and words in error.message
+    assert ("hides the cause" in error.message) == (kind is PermissionDeniedError)
+    assert parts_are_left(RuntimeError(text))
+    assert not parts_are_left(FileNotFoundError(text))
+    for method, query in (("DELETE", ""), ("PUT", "?uploadId=1")):
+        text = got(method, query, answer)
+        assert not parts_are_left(RuntimeError(text))
+        assert "hides the cause" not in of_obstore(text).error.message
+
+
+def test_a_404_without_a_code_tells_of_no_store_if_the_request_needs_no_object():
+    for method, query, answer, expected in (
+        ("GET", "", "404", ConfigError),
+        ("PUT", "", "404", ConfigError),
+        ("POST", "?uploads=", "404", ConfigError),
+        ("POST", "?uploadId=1", "404", None),
+        ("HEAD", "", "404", None),
+        ("GET", "", "403", None),
+        ("GET", "", "404 <Code>NoSuchKey</Code>", None),
+    ):
+        error = no_store(RuntimeError(got(method, query, f" - status code: {answer}")))
+        assert (error and type(error)) is expected, (method, query, answer)
+    assert no_store(RuntimeError("status code: 404")) is None
+
+
+def test_it_is_known_which_credentials_a_store_has_refused():
+    for status, code, why in (
+        (400, "ExpiredToken", "expired"),
+        (400, "TokenRefreshRequired", "expired"),
+        (401, "", "token"),
+        (401, "ExpiredToken", "expired"),
+        (403, "AuthenticationFailed", "token"),
+        (403, "InvalidAuthenticationInfo", "token"),
+        (400, "InvalidToken", "unknown key"),
+        (403, "InvalidAccessKeyId", "unknown key"),
+        (403, "AccessDenied", None),
+        (403, "", None),
+    ):
+        assert refusal_of(RefusedError("said", status, code or None)) == why, (status, code)
+
+
+def test_a_panic_of_obstore_is_an_error_that_hides_no_credential():
+    panic_type = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+    for text, kind in (
+        ("called unwrap on InvalidPort, Signature=SECRET", ConfigError),
+        ("index out of bounds, Signature=SECRET", DcpObjstoreError),
+    ):
+        panic = panic_type(text)
+        error = translate_panic(panic)
+        assert type(error) is kind
+        assert "SECRET" not in f"{error} {panic}"
+    assert translate_panic(RuntimeError("InvalidPort")) is None
+
+
+def test_the_stores_answer_is_reduced_to_its_code_and_message():
     answer = (
         'Server returned non-2xx status code: 403 Forbidden: <?xml version="1.0"?>\n<Error><Code>'
         "AccessDenied</Code><Message>No.</Message><RequestId>1</RequestId></Error>"
     )
-    error = judge_obstore(GenericError(answer)).error
+    error = of_obstore(answer).error
     assert type(error) is PermissionDeniedError
-    assert error.message.endswith("403 Forbidden: AccessDenied: No.")
+    words = "the credentials do not allow this: "
+    assert error.message == f"{words}403 Forbidden: AccessDenied: No."
+    for long, size in (("a a", 399), ("bb a", 400)):  # at most 400, cut between words
+        message = of_obstore(f"status code: 403 {long}" + " a" * 500).error.message
+        assert message.endswith(" a …")
+        assert len(message) == len(words) + size
 
 
-def test_an_answer_of_the_instance_metadata_is_about_credentials():
-    from obstore.exceptions import GenericError
-
-    url = "http://169.254.169.254/latest/api/token"
-    error = judge_obstore(GenericError(f"PUT {url} - status code: 403 Forbidden: no")).error
-    assert type(error) is CredentialsError
-    assert error.message.startswith("no credentials for S3")
-    assert "AWS_PROFILE" in error.message and "169.254" not in error.message
+@pytest.mark.parametrize(
+    ("path", "place", "status", "may_pass"),
+    [
+        ("latest/api/token", "text", 403, False),
+        ("latest/api/token", "text", 499, False),
+        ("latest/api/token", "text", 500, True),
+        ("latest/api/token", "dump", None, True),
+        ("metadata/identity", "text", None, True),
+    ],
+)
+def test_an_answer_of_the_instance_metadata_is_about_credentials(path, place, status, may_pass):
+    url = f"http://169.254.169.254/{path}"
+    text = got("GET") if place == "dump" else f"Error performing PUT {url} in 1s"
+    text += f" - status code: {status}" if status else ""
+    failure = of_obstore(f"{text}\n\nDebug source: kind: Timeout {url if place == 'dump' else ''}")
+    assert type(failure.error) is CredentialsError
+    assert failure.may_pass is may_pass
+    message = str(failure.error)
+    assert ("no credentials for S3" in message) == ("latest" in path and place == "text")
+    assert "169.254" not in message and "cannot reach" not in message
 
 
 # --- a 200 that is none: `tests.model.faults` does to the core what comes out here

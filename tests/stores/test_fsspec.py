@@ -146,9 +146,9 @@ def cut_off() -> Exception:
     ],
 )
 def test_an_error_means_what_the_status_of_the_answer_says_wherever_it_is(error, kind, status):
-    facts = read_fsspec(error)
-    assert facts.meaning is not None
-    assert (facts.meaning.kind, facts.status) == (kind, status)
+    details = read_fsspec(error)
+    assert details.meaning is not None
+    assert (details.meaning.kind, details.status) == (kind, status)
 
 
 def test_on_an_object_store_a_stream_that_breaks_off_uploads_nothing(of_an_object_store):

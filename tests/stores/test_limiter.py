@@ -43,7 +43,7 @@ class Clock:
 def slot_of(limiter: Limiter, **settings: Any) -> AdmissionSlot:
     """Make a slot for requests that are small, and that have all the time they want."""
     usual = {"verb": "", "concurrency": "auto", "request_bytes": 0, "timeout_seconds": math.inf}
-    return AdmissionSlot(limiter, **{"judged": False, **usual, **settings})
+    return AdmissionSlot(limiter, **{"judges_slowness": False, **usual, **settings})
 
 
 def took(slot: AdmissionSlot, clock: Clock, *seconds: float) -> None:
@@ -58,13 +58,13 @@ def judged() -> tuple[Clock, Limiter, AdmissionSlot]:
     """A slot whose requests are judged, and which knows that they take 0.1 s."""
     clock = Clock()
     limiter = Limiter(clock, clock.sleep)
-    slot = slot_of(limiter, judged=True)
+    slot = slot_of(limiter, judges_slowness=True)
     took(slot, clock, *[0.1] * 20)
     return clock, limiter, slot
 
 
 def filled(limiter: Limiter, count: int) -> Any:
-    slot = slot_of(limiter, judged=True)
+    slot = slot_of(limiter, judges_slowness=True)
     for number in range(count):
         slot.begin(number)
     return slot
@@ -73,7 +73,7 @@ def filled(limiter: Limiter, count: int) -> Any:
 def test_a_window_that_is_full_holds_back_until_a_place_is_free():
     limiter = Limiter()
     slot = filled(limiter, 8)
-    limiter.throttled(time.monotonic())
+    limiter.note_throttling(time.monotonic())
     held = threading.Thread(target=slot.begin, args=(8,))
     held.start()
     for number in range(4):
@@ -87,7 +87,7 @@ def test_a_window_that_is_full_holds_back_until_a_place_is_free():
 
 def test_transfers_that_find_their_number_share_one_window():
     limiter = Limiter()
-    limiter.heard(0.03)
+    limiter.note_latency(0.03)
     save, load = (slot_of(limiter) for _ in range(2))
     for number in range(AUTO_MOST // 2):
         assert save.begin(number, wait=False)
@@ -101,23 +101,23 @@ def test_transfers_that_find_their_number_share_one_window():
 @pytest.mark.parametrize("latency_seconds", [0.0005, 0.03])
 def test_a_fixed_number_ignores_the_window_until_the_store_throttles(latency_seconds):
     limiter = Limiter()
-    limiter.heard(latency_seconds)
+    limiter.note_latency(latency_seconds)
     fixed = slot_of(limiter, concurrency=99)
     assert fixed.concurrency == 99
     for number in range(99):
         assert fixed.begin(number, wait=False)
-    limiter.throttled(time.monotonic())
+    limiter.note_throttling(time.monotonic())
     assert not fixed.begin("more", wait=False)
 
 
 def test_at_a_near_store_each_transfer_keeps_to_the_number_itself():
     limiter = Limiter()
-    limiter.heard(0.0005)
+    limiter.note_latency(0.0005)
     slot = slot_of(limiter)
     assert slot.concurrency == slot.most == 8
     for number in range(9):
         assert slot.begin(number, wait=False)
-    limiter.throttled(time.monotonic())
+    limiter.note_throttling(time.monotonic())
     assert not slot.begin("more", wait=False)
 
 
@@ -177,9 +177,9 @@ def test_the_rate_falls_below_what_the_store_has_done_in_the_last_two_seconds(ag
     filled(limiter, 32)
     for age in ages:
         clock.now = 100.0 - age
-        limiter.succeeded()
+        limiter.note_success()
     clock.now = 100.0
-    limiter.throttled(90.0)
+    limiter.note_throttling(90.0)
     assert limiter.window.cut_rate == pytest.approx(0.7 * per_second)
     assert (limiter.window.cut_at, limiter.window.size) == (100.0, 16.0)
 
@@ -223,7 +223,7 @@ def test_a_slot_with_nothing_in_flight_never_waits_for_others():
     limiter = Limiter()
     filled(limiter, 8)
     for _ in range(10):
-        limiter.throttled(time.monotonic())
+        limiter.note_throttling(time.monotonic())
     other = slot_of(limiter)
     other.begin("x")
     assert limiter.in_flight == 9
@@ -235,7 +235,7 @@ def test_a_request_waits_on_while_places_are_given_back(monkeypatch):
     clock = Clock()
     limiter = Limiter(clock)
     other = filled(limiter, 8)
-    limiter.throttled(clock())
+    limiter.note_throttling(clock())
     clock.now += 60
     slot = slot_of(limiter, timeout_seconds=12)
     slot.begin(0)
@@ -256,8 +256,8 @@ def test_a_request_waits_on_while_places_are_given_back(monkeypatch):
 def test_who_stops_waiting_for_the_rate_gives_back_the_place_in_the_window():
     clock = Clock()
     limiter = Limiter(clock)
-    slot = slot_of(limiter, judged=True)
-    limiter.throttled(clock())
+    slot = slot_of(limiter, judges_slowness=True)
+    limiter.note_throttling(clock())
     slot.begin(0)
     slot.end(0, answered=True)
 
@@ -370,7 +370,7 @@ def test_a_request_is_slow_that_takes_a_hidden_pause_longer_than_usual(
     for is_judged in (True, False):
         clock = Clock()
         limiter = Limiter(clock)
-        slot, beside = slot_of(limiter, judged=is_judged), slot_of(limiter)
+        slot, beside = slot_of(limiter, judges_slowness=is_judged), slot_of(limiter)
         for usual_seconds in usual:
             took(slot, clock, usual_seconds)
             limiter.window = Window()
@@ -390,13 +390,13 @@ def test_a_request_is_slow_that_takes_a_hidden_pause_longer_than_usual(
 def test_retries_share_a_budget_that_successes_refill():
     limiter = Limiter()
     for _ in range(100):
-        limiter.succeeded()  # in a long calm nothing is saved up
+        limiter.note_success()  # in a long calm nothing is saved up
     spent = 0
     while limiter.spend_retry():
         spent += 1
     assert spent == RETRY_BUDGET
     for _ in range(5):
-        limiter.succeeded()
+        limiter.note_success()
     assert limiter.spend_retry()
     assert not limiter.spend_retry()
 
@@ -440,18 +440,18 @@ def test_retries_of_what_has_not_failed_leave_half_of_the_budget_to_what_has():
         assert limiter.spares_retries
         assert limiter.spend_retry()
     assert not limiter.spares_retries
-    limiter.succeeded()
+    limiter.note_success()
     assert limiter.spares_retries
-    limiter.throttled(time.monotonic())
+    limiter.note_throttling(time.monotonic())
     assert not limiter.spares_retries
 
 
 @pytest.mark.parametrize(
     "use",
     [
-        lambda limiter, slot: limiter.heard(0.001),
-        lambda limiter, slot: limiter.throttled(100.0),
-        lambda limiter, slot: limiter.succeeded(),
+        lambda limiter, slot: limiter.note_latency(0.001),
+        lambda limiter, slot: limiter.note_throttling(100.0),
+        lambda limiter, slot: limiter.note_success(),
         lambda limiter, slot: limiter.spend_retry(),
         lambda limiter, slot: limiter.refund_retry(),
         lambda limiter, slot: limiter.wait_turn(),

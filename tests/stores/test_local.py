@@ -270,7 +270,7 @@ def test_of_creators_in_many_processes_one_wins_and_all_updates_count(store, roo
 
 def test_where_nothing_is_linked_the_second_of_two_creators_is_refused(store, root, monkeypatch):
     """The first one has the lock until the object is there."""
-    real_lock = local.lock
+    real_lock = local.try_lock
 
     def lock(fd: int) -> bool:
         (root / "k").write_bytes(b"of the first")
@@ -280,7 +280,7 @@ def test_where_nothing_is_linked_the_second_of_two_creators_is_refused(store, ro
         raise OSError(errno.EPERM, "no links here")
 
     monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr(local, "lock", lock)
+    monkeypatch.setattr(local, "try_lock", lock)
     with pytest.raises(PreconditionFailedError):
         store.put("k", b"of the second", precondition=IfAbsent())
     assert read(store, "k") == b"of the first"
@@ -355,7 +355,7 @@ def test_a_child_that_is_forked_under_the_lock_does_not_keep_it(root):
         os.read(reading, 1)
     try:
         with (root / ".dcp-objstore.lock").open() as lock:
-            assert local.lock(lock.fileno())
+            assert local.try_lock(lock.fileno())
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -363,7 +363,7 @@ def test_a_child_that_is_forked_under_the_lock_does_not_keep_it(root):
 
 def test_a_lock_whose_file_was_removed_before_it_was_taken_is_not_held(root, monkeypatch):
     root.mkdir()
-    place, tries, lock = root / ".dcp-objstore.lock", list[int](), local.lock
+    place, tries, lock = root / ".dcp-objstore.lock", list[int](), local.try_lock
 
     def removed_at_first(fd: int) -> bool:
         tries.append(fd)
@@ -371,7 +371,7 @@ def test_a_lock_whose_file_was_removed_before_it_was_taken_is_not_held(root, mon
             place.unlink()
         return lock(fd)
 
-    monkeypatch.setattr(local, "lock", removed_at_first)
+    monkeypatch.setattr(local, "try_lock", removed_at_first)
     with local.locked(root, local.LOCK_POLICY):
         assert place.exists()
     assert len(tries) == 2

@@ -13,7 +13,7 @@ import pytest
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import CorruptDataError, PermissionDeniedError, StoreUnavailableError
 from dcp_objstore.stores.admission.limiter import RETRY_BUDGET, Limiter
-from dcp_objstore.stores.errors import Facts, Failure
+from dcp_objstore.stores.errors import ErrorDetails, Failure
 from dcp_objstore.stores.retries import (
     FIRST_PATIENCE_SECONDS,
     SMALL_BYTES,
@@ -56,10 +56,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class Server:
     """Fails each request, as often as it is told to, and counts them."""
 
-    def __init__(self, failures: int = 10**9, **facts: object) -> None:
+    def __init__(self, failures: int = 10**9, **details: object) -> None:
         self.requests = 0
         self.failures = failures
-        self.facts: dict[str, object] = {"status": 500, "code": None, **facts}
+        self.details: dict[str, object] = {"status": 500, "code": None, **details}
 
     def ask(self) -> str:
         self.requests += 1
@@ -68,7 +68,7 @@ class Server:
         return "answer"
 
     def judge(self, error: Exception) -> Failure:
-        return Failure(StoreUnavailableError(str(error)), Facts(text="no", **self.facts))  # type: ignore[arg-type]
+        return Failure(StoreUnavailableError(str(error)), ErrorDetails(text="no", **self.details))  # type: ignore[arg-type]
 
 
 def refused() -> Server:
@@ -135,7 +135,7 @@ def test_what_will_not_pass_is_sent_once(kind):
     server = Server()
     with pytest.raises(OSError, match="no"):
         Tries(RetryPolicy(10, 60), clock=Clock()).run(
-            server.ask, lambda _: Failure(kind("no"), Facts(text="no", status=403))
+            server.ask, lambda _: Failure(kind("no"), ErrorDetails(text="no", status=403))
         )
     assert server.requests == 1
 
@@ -153,12 +153,12 @@ def test_what_the_adapter_finds_in_an_answer_is_not_asked_again():
 
 
 @pytest.mark.parametrize(
-    ("facts", "sent"),
+    ("details", "sent"),
     [({"status": 503}, 4), ({"status": None, "connected": False}, 4), ({"status": None}, 1)],
     ids=["refused by the store", "never connected", "answer lost"],
 )
-def test_what_must_not_be_sent_twice_is_sent_again_only_if_it_had_no_effect(facts, sent):
-    server = Server(**facts)
+def test_what_must_not_be_sent_twice_is_sent_again_only_if_it_had_no_effect(details, sent):
+    server = Server(**details)
     with pytest.raises((StoreUnavailableError, OSError)):
         Tries(RetryPolicy(3, 60), clock=Clock()).run(server.ask, server.judge, repeatable=False)
     assert server.requests == sent
@@ -226,7 +226,7 @@ def test_a_server_that_never_answered_is_given_up_before_one_that_did(clock):
 
 
 @pytest.mark.parametrize(
-    ("facts", "answered"),
+    ("details", "answered"),
     [
         ({"status": 503}, True),
         ({"status": None}, True),
@@ -235,9 +235,9 @@ def test_a_server_that_never_answered_is_given_up_before_one_that_did(clock):
     ],
     ids=["503", "hung up", "silent", "refused"],
 )
-def test_only_a_sign_of_life_gets_all_the_patience(clock, facts, answered, monkeypatch):
+def test_only_a_sign_of_life_gets_all_the_patience(clock, details, answered, monkeypatch):
     monkeypatch.setattr(Limiter, "wait_turn", lambda *_: None)  # it waits in real time
-    server = Server(**facts)
+    server = Server(**details)
     requests = requests_to(server)
     took = seconds_of(lambda: requests.run(requests.tries("head", "k"), server.ask), clock)
     assert requests.reached == answered
@@ -264,5 +264,5 @@ def test_small_requests_have_a_third_of_the_stall_time_out(
         requests = requests_to(server, **{**given, **settings})
         tries = requests.tries(verb, "k", size_bytes)
         took = seconds_of(partial(requests.run, tries, server.ask), clock)
-        reached = seconds if server.facts["status"] else min(seconds, FIRST_PATIENCE_SECONDS)
+        reached = seconds if server.details["status"] else min(seconds, FIRST_PATIENCE_SECONDS)
         assert took == pytest.approx(reached)

@@ -26,7 +26,7 @@ LOOPBACK = SimulatedStore(
     latency_seconds=0.0002, mib_per_second=2000, link_mib_per_second=2000, noise=0.1
 )
 # A small request was answered: late, at once.
-FAR, NEAR = Window().heard(0.03), Window().heard(0.0005)
+FAR, NEAR = Window().after_small_answer(0.03), Window().after_small_answer(0.0005)
 FIXED = (8, 16, 24, 32)
 
 
@@ -72,24 +72,24 @@ def test_the_first_transfer_has_085_of_the_best_fixed_numbers_throughput(gib, pi
 
 
 def test_a_transfer_begins_with_a_request_after_a_pause_in_which_none_was_in_flight():
-    assert Window().begun(0.0, 1).round.began_at == 0.0
-    window = Window(8.0, trying=_Try(4.0, 1e6)).begun(0.0, 1).moved(0.0, 4 << 20, 1)
+    assert Window().after_begin(0.0, 1).round.began_at == 0.0
+    window = Window(8.0, trying=_Try(4.0, 1e6)).after_begin(0.0, 1).after_bytes(0.0, 4 << 20, 1)
     assert window.round.answers == 1
-    assert window.begun(0.09, 1) == window  # no pause yet
-    assert window.begun(9.0, 2) == window  # one that takes long is of the same transfer
+    assert window.after_begin(0.09, 1) == window  # no pause yet
+    assert window.after_begin(9.0, 2) == window  # one that takes long is of the same transfer
     for now in (0.1, 9.0):
-        begun = window.begun(now, 1)
+        begun = window.after_begin(now, 1)
         assert (begun.round.answers, begun.round.began_at, begun.trying) == (0, now, None)
-    assert window.begun(0.1, 1).begun(0.15, 1).round.began_at == 0.1
+    assert window.after_begin(0.1, 1).after_begin(0.15, 1).round.began_at == 0.1
 
 
 @pytest.mark.parametrize(
     ("window", "mib", "verb", "allowed"),
     [
         (Window(), 0, "", AUTO_MOST),
-        (Window().heard(0.005), 0, "", AUTO_MOST),
-        (Window().heard(0.0049), 0, "", 8),
-        (Window().heard(0.0049).heard(1.0), 0, "", 8),
+        (Window().after_small_answer(0.005), 0, "", AUTO_MOST),
+        (Window().after_small_answer(0.0049), 0, "", 8),
+        (Window().after_small_answer(0.0049).after_small_answer(1.0), 0, "", 8),
         (Window(5.5), 0, "", 5.5),
         (Window(0.5), 0, "", 1),
         (FAR, 32, "", 9.375),  # in a quarter of 150 s at 8 MiB/s
@@ -115,7 +115,7 @@ def _moved(window: Window, answers: int, mib: float, in_flight: int, seconds: fl
     began_at = window.round.began_at
     for number in range(1, answers + 1):
         now = began_at + seconds * number / answers
-        window = window.moved(now, int(mib * 2**20), in_flight, "put")
+        window = window.after_bytes(now, int(mib * 2**20), in_flight, "put")
     return window
 
 
@@ -135,7 +135,7 @@ def _moved(window: Window, answers: int, mib: float, in_flight: int, seconds: fl
 def test_a_line_is_known_after_a_round_that_says_something_of_it(
     answers, mib, in_flight, seconds, mib_per_second
 ):
-    window = _moved(Window(8.0).begun(0.0, 1), answers, mib, in_flight, seconds)
+    window = _moved(Window(8.0).after_begin(0.0, 1), answers, mib, in_flight, seconds)
     if mib_per_second is None:
         assert window.bytes_per_second == {}
         assert window.round.answers == answers
@@ -146,16 +146,16 @@ def test_a_line_is_known_after_a_round_that_says_something_of_it(
 
 
 def test_a_round_is_as_long_as_the_most_that_were_in_flight():
-    window = Window(8.0).begun(0.0, 1)
+    window = Window(8.0).after_begin(0.0, 1)
     for now, in_flight in ((1, 4), (2, 2), (3, 1)):
-        window = window.moved(now, 8 << 20, in_flight)
+        window = window.after_bytes(now, 8 << 20, in_flight)
         assert (window.round.answers, window.round.in_flight) == (now, 4)
         assert (window.round.began_at, window.round.last_at) == (0.0, now)
-    assert window.moved(4, 8 << 20, 1).bytes_per_second == {"": 8 << 20}
+    assert window.after_bytes(4, 8 << 20, 1).bytes_per_second == {"": 8 << 20}
 
 
 def test_of_a_known_line_four_rounds_are_measured_and_the_best_counts():
-    window = Window(8.0, bytes_per_second={"put": 2.0**20, "get": 7.0}).begun(0.0, 1)
+    window = Window(8.0, bytes_per_second={"put": 2.0**20, "get": 7.0}).after_begin(0.0, 1)
     measured = _moved(window, 16, 1, 4, 1.0)
     assert measured.bytes_per_second == {"put": 16 * 2.0**20, "get": 7.0}
     assert _moved(window, 15, 1, 4, 1.0).bytes_per_second == window.bytes_per_second
@@ -177,7 +177,7 @@ def test_of_a_known_line_four_rounds_are_measured_and_the_best_counts():
     ],
 )
 def test_a_window_that_is_used_is_doubled_as_far_as_the_store_needs(window, in_flight, size):
-    after = _moved(window.begun(0.0, 1), 64, 1, in_flight, 1.0)
+    after = _moved(window.after_begin(0.0, 1), 64, 1, in_flight, 1.0)
     assert after.size == size
     assert (after.trying is not None) == (size > window.size)
 
@@ -186,7 +186,7 @@ def test_a_window_that_is_used_is_doubled_as_far_as_the_store_needs(window, in_f
     ("mib_per_second", "size"), [(22.9, 8.0), (23.0, 32.0), (40.0, 32.0), (10.0, 8.0)]
 )
 def test_a_larger_window_must_move_15_per_cent_more_than_the_one_before(mib_per_second, size):
-    window = _moved(Window(8.0).begun(0.0, 1), 8, 2.5, 8, 1.0)
+    window = _moved(Window(8.0).after_begin(0.0, 1), 8, 2.5, 8, 1.0)
     assert window.trying == _Try(8.0, 20 * 2**20, is_measured=False)
     assert window.size == 16
     settled = _moved(window, 16, 1, 16, 1.0)  # those that were begun before
@@ -217,10 +217,10 @@ def test_on_a_slow_line_no_request_times_out(window, timeout_seconds, link_mib_p
 
 
 def test_slow_requests_that_were_begun_before_a_cut_cut_no_further():
-    window = Window().answered(100.0, 0.0, 32, 150)
+    window = Window().after_answer(100.0, 0.0, 32, 150)
     assert window.size < Window().size
-    assert window.answered(101.0, 1.0, 32, 150) == window  # it was on the line with the first
-    assert window.answered(200.0, 100.0, 32, 150).size < window.size
+    assert window.after_answer(101.0, 1.0, 32, 150) == window  # it was on the line with the first
+    assert window.after_answer(200.0, 100.0, 32, 150).size < window.size
 
 
 @pytest.mark.parametrize(
@@ -244,47 +244,49 @@ def test_a_request_of_a_quarter_of_its_time_out_cuts_the_window(window, seconds,
     is_slow = seconds > 37.5
     trying = _Try(4.0, 1.0)
     window = msgspec.structs.replace(window, trying=trying, cut_at=20.0)
-    after = window.answered(20.0 + seconds, 20.0, in_flight, 150)
+    after = window.after_answer(20.0 + seconds, 20.0, in_flight, 150)
     assert after.size == size
     assert after.trying == (None if is_slow else trying)
     assert after.cut_at == (20.0 + seconds if is_slow else 20.0)
 
 
 def test_a_slow_request_counts_as_one_of_those_of_its_round():
-    window = FAR.begun(0.0, 1).moved(1.0, 1, 32)
-    assert window.answered(75.0, 0.0, 1, 150).size == 16.0
-    assert window.answered(75.0, 0.0, 48, 150).size == 24.0
+    window = FAR.after_begin(0.0, 1).after_bytes(1.0, 1, 32)
+    assert window.after_answer(75.0, 0.0, 1, 150).size == 16.0
+    assert window.after_answer(75.0, 0.0, 48, 150).size == 24.0
 
 
 @pytest.mark.parametrize(
     ("window", "in_flight", "size"), [(FAR, 32, 16), (FAR, 99, 32), (NEAR, 32, 4), (FAR, 1, 1)]
 )
 def test_a_throttled_request_halves_the_window_or_what_is_in_flight(window, in_flight, size):
-    after = msgspec.structs.replace(window, trying=_Try(4.0, 1.0)).throttled(
+    after = msgspec.structs.replace(window, trying=_Try(4.0, 1.0)).after_throttling(
         100.0, 99.0, in_flight, 50.0
     )
     assert (after.size, after.trying, after.cut_at) == (size, None, 100.0)
     # One that was begun before the cut says nothing new.
-    assert after.throttled(101.0, 99.9, in_flight, 1.0) == after
-    assert after.throttled(101.0, 100.0, in_flight, 1.0).cut_rate == 1.0
+    assert after.after_throttling(101.0, 99.9, in_flight, 1.0) == after
+    assert after.after_throttling(101.0, 100.0, in_flight, 1.0).cut_rate == 1.0
 
 
 def test_the_rate_follows_the_successes_lately_or_else_what_is_in_flight():
-    rates = [FAR.throttled(100.0, 99.0, 64, lately).cut_rate for lately in (50.0, 1.0, 0.5, 0.0)]
+    rates = [
+        FAR.after_throttling(100.0, 99.0, 64, lately).cut_rate for lately in (50.0, 1.0, 0.5, 0.0)
+    ]
     assert rates == [35.0, 1.0, 1.0, pytest.approx(0.7 * 64)]
     # But it rises only with the time.
-    again = FAR.throttled(100.0, 99.0, 64, 50.0).throttled(100.0, 100.0, 64, 1000.0)
+    again = FAR.after_throttling(100.0, 99.0, 64, 50.0).after_throttling(100.0, 100.0, 64, 1000.0)
     assert again.cut_rate == pytest.approx(0.7 * 35)
 
 
 def test_a_rate_ends_a_minute_after_the_last_throttled_request():
-    window = FAR.throttled(100.0, 99.0, 64, 50.0)
+    window = FAR.after_throttling(100.0, 99.0, 64, 50.0)
     assert [window.rate(at) for at in (90.0, 100.0, 105.0)] == [35.0, 35.0, 1.625 * 35.0]
     assert window.rate(110.0) == 3 * 35.0
-    still = window.answered(100.0 + OPEN_AFTER_SECONDS, 159.9, 1, 150)
+    still = window.after_answer(100.0 + OPEN_AFTER_SECONDS, 159.9, 1, 150)
     assert still.is_throttled
     assert still.size > window.size
-    after = window.answered(100.1 + OPEN_AFTER_SECONDS, 160.0, 1, 150)
+    after = window.after_answer(100.1 + OPEN_AFTER_SECONDS, 160.0, 1, 150)
     assert not after.is_throttled
     assert after.rate(161.0) == math.inf
 
@@ -338,14 +340,14 @@ Event = tuple[str, float, float, int, float, int]
 def _after(window: Window, now: float, event: Event) -> Window:
     what, _, ago, in_flight, lately, size_bytes = event
     if what == "heard":
-        return window.heard(ago / 1000)
+        return window.after_small_answer(ago / 1000)
     if what == "begun":
-        return window.begun(now, in_flight)
+        return window.after_begin(now, in_flight)
     if what == "moved":
-        return window.moved(now, size_bytes, in_flight)
+        return window.after_bytes(now, size_bytes, in_flight)
     if what == "answered":
-        return window.answered(now, now - ago, in_flight, 150)
-    return window.throttled(now, now - ago, in_flight, lately)
+        return window.after_answer(now, now - ago, in_flight, 150)
+    return window.after_throttling(now, now - ago, in_flight, lately)
 
 
 @calm
@@ -377,7 +379,7 @@ def test_whatever_happened_it_recovers(events, per_second):
         window = _after(window, now, event)
     for _ in range(int(OPEN_AFTER_SECONDS * per_second) + 2):
         now += 1 / per_second
-        window = window.answered(now, now - 0.1, 1, 150)
+        window = window.after_answer(now, now - 0.1, 1, 150)
     assert not window.is_throttled
     assert window.rate(now) == math.inf
     assert window.allowed() >= 8

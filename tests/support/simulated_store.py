@@ -118,7 +118,7 @@ class Rank:
                     if self._next_at - now > 0.05:
                         return
                     self._next_at = max(self._next_at, now) + 1 / self.admits.rate(now)
-                self.admits = self.admits.begun(now, len(self._flying) + 1)
+                self.admits = self.admits.after_begin(now, len(self._flying) + 1)
             if due:
                 self._waiting.remove(due[0])
                 yield due[0][1]
@@ -138,7 +138,7 @@ class Rank:
             if came < request.told_mib + some:
                 return
             request.told_mib += some
-            self.admits = self.admits.moved(now, int(some * MIB), len(self._flying))
+            self.admits = self.admits.after_bytes(now, int(some * MIB), len(self._flying))
 
     def answer(self, now: float, request: _Request, draw: random.Random) -> None:
         self.busy.append(len(self._flying))
@@ -153,12 +153,12 @@ class Rank:
                 lately = [at for at, _ in self.done if now - at <= 2]
                 per_second = len(lately) / max(now - lately[0], 0.5) if lately else 0.0
                 busy = len(self._flying) + 1
-                self.admits = self.admits.throttled(now, request.begun_at, busy, per_second)
+                self.admits = self.admits.after_throttling(now, request.begun_at, busy, per_second)
         else:
             self.done.append((now, request.size_mib))
             self.ended_at = now
             if isinstance(self.admits, Window):
-                self.admits = self.admits.answered(
+                self.admits = self.admits.after_answer(
                     now, request.begun_at, len(self._flying) + 1, self.timeout_seconds
                 )
         self.windows.append(self._allowed())

@@ -16,7 +16,7 @@ from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import DcpObjstoreError, StoreUnavailableError
 from dcp_objstore.observe.events import NoAnswer, PartUploaded
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.retries import RetryPolicy, policies
+from dcp_objstore.stores.retries import RetryPolicy, small_policy
 from dcp_objstore.transfer import progress as silence, upload
 from dcp_objstore.transfer.parts import plan_parts
 from dcp_objstore.transfer.progress import Progress
@@ -121,7 +121,7 @@ def test_a_store_that_dies_in_mid_upload_is_told_once_and_tried_as_often_as_is_s
 
 
 def test_the_documented_sum_of_all_waits_for_a_dead_store_is_that_of_the_settings(monkeypatch):
-    _, small = policies(TransferConfig())
+    small = small_policy(TransferConfig())
     assert small.max_retries == 10
     sums = []
     for fraction in (0.5, 1.0):

@@ -470,7 +470,7 @@ def test_store_memory_and_settings_limit_the_parts_in_flight(
     concurrency, most, latency_seconds, expected
 ):
     store: Any = Answering()
-    limiter_of(store).heard(latency_seconds)
+    limiter_of(store).note_latency(latency_seconds)
     settings = {"upload_concurrency": concurrency}
     plan = PartPlan(PART, PART, 1000, parts=4 * AUTO_MOST)
     done = upload(store, iter(pieces_of(24, 8)), plan=plan, settings=settings, most=most)

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 from dcp_objstore.config import Concurrency, TransferConfig
 from dcp_objstore.forking import PerProcess
@@ -34,14 +35,31 @@ _REFUND = 0.2  # a success gives this back: about every fifth request may be a r
 _BURST_SECONDS = 0.05
 # The successes per second are those of this time: longer than the pauses before retries.
 _LATELY_SECONDS = 2.0
+# Successes of a shorter time than this would make a rate of one or two of them.
 _LEAST_SPAN_SECONDS = 0.5
+# Of fewer requests than this it is not known how long they usually take.
 _FEW = 5
 # The first pause of a transport that retries out of sight, which `obstore.clients` sets. A request
 # that was sent again takes at least this longer.
 HIDDEN_PAUSE_SECONDS = 1.0
+# A slow request takes this many times as long as usual, and this much longer.
 _SLOW_FACTOR = 2.5
 _SLOW_SECONDS = 0.9 * HIDDEN_PAUSE_SECONDS
 _SLOW_AMONG = 16  # two slow requests of so many are a sign; one alone may be the network
+
+
+class _Counted(NamedTuple):
+    """A request: when it was begun, and how many were in flight, at a moment that the use names."""
+
+    begun_at: float
+    in_flight: int
+
+
+class _Duration(NamedTuple):
+    """The seconds that a request took, and these by the number in flight; see `_share`."""
+
+    seconds: float
+    share_seconds: float
 
 
 class Limiter:
@@ -66,35 +84,35 @@ class Limiter:
         self.window = Window()
         self.in_flight = 0
         self._given_back_at = -math.inf
-        self._next_at = 0.0
-        self._done: deque[float] = deque()
+        self._next_turn_at = 0.0
+        self._success_times: deque[float] = deque()
         self._budget = RETRY_BUDGET
 
-    def heard(self, seconds: float) -> None:
+    def note_latency(self, seconds: float) -> None:
         """Record that a small request was answered in so many seconds."""
         with self._changed:
-            self.window = self.window.heard(seconds)
+            self.window = self.window.after_small_answer(seconds)
 
-    def throttled(self, begun_at: float) -> None:
+    def note_throttling(self, begun_at: float) -> None:
         """Record that the store put off a request that was begun at `begun_at`."""
         with self._changed:
-            now, done = self._clock(), self._done_lately()
-            span_seconds = max(now - done[0], _LEAST_SPAN_SECONDS) if done else math.inf
-            self.window = self.window.throttled(
-                now, begun_at, self.in_flight, len(done) / span_seconds
+            now, times = self._clock(), self._recent_success_times()
+            span_seconds = max(now - times[0], _LEAST_SPAN_SECONDS) if times else math.inf
+            self.window = self.window.after_throttling(
+                now, begun_at, self.in_flight, len(times) / span_seconds
             )
 
-    def succeeded(self) -> None:
+    def note_success(self) -> None:
         """Record that a request of a transfer was answered."""
         with self._changed:
-            self._done_lately().append(self._clock())
+            self._recent_success_times().append(self._clock())
             self.refund_retry()
 
-    def _done_lately(self) -> deque[float]:
-        """Return when the successes lately were, the first one first; forget the others."""
-        while self._done and self._clock() - self._done[0] > _LATELY_SECONDS:
-            self._done.popleft()
-        return self._done
+    def _recent_success_times(self) -> deque[float]:
+        """Return when the successes of the last two seconds were, in order; forget the others."""
+        while self._success_times and self._clock() - self._success_times[0] > _LATELY_SECONDS:
+            self._success_times.popleft()
+        return self._success_times
 
     def spend_retry(self) -> bool:
         """Take one retry from the budget that all requests share; False if it is used up."""
@@ -119,36 +137,41 @@ class Limiter:
 
     def wait_turn(self, check: Callable[[], None] = lambda: None) -> None:
         """Wait until the rate allows a request. `check` is called while it waits, and may raise."""
-        while (seconds := self._turn()) > 0:
+        while (seconds := self._try_turn()) > 0:
             check()
             self._sleep(min(seconds, STEP_SECONDS))
 
-    def _turn(self) -> float:
-        """Take the next turn and return 0, or return the seconds until then."""
+    def _try_turn(self) -> float:
+        """Take the next turn and return 0; or take none, and return the seconds until the next."""
         with self._changed:
             if not self.window.is_throttled:
-                return 0.0
+                return 0.0  # there is no rate, so there are no turns
             now = self._clock()
-            if self._next_at - now > _BURST_SECONDS:
-                return self._next_at - now
-            self._next_at = max(self._next_at, now) + 1 / self.window.rate(now)
+            if self._next_turn_at - now > _BURST_SECONDS:
+                return self._next_turn_at - now
+            self._next_turn_at = max(self._next_turn_at, now) + 1 / self.window.rate(now)
             return 0.0
 
     def _take_place(self, slot: AdmissionSlot, check: Callable[[], None], *, wait: bool) -> bool:
-        """Take a place in the window, and wait for the turn; False if there is none."""
+        """Take a place in the window, then wait for a turn of the rate.
+
+        Returns:
+            Whether it has a place. False only without `wait`, if none is free.
+        """
         with self._changed:
-            began_at = self._clock()
+            wait_began_at = self._clock()
+            # A transfer with nothing in flight does not wait: nobody might give a place back.
             while slot.in_flight and self.in_flight + 1 > slot.bound:
-                idle_seconds = self._clock() - max(began_at, self._given_back_at)
+                idle_seconds = self._clock() - max(wait_began_at, self._given_back_at)
                 if idle_seconds >= slot.timeout_seconds:
-                    break
+                    break  # a store that answers nothing for so long holds its places for ever
                 if not wait:
                     return False
                 check()
-                slot.judge_ages()
+                slot.judge_ages()  # where nothing is answered, nothing else would judge them
                 self._changed.wait(STEP_SECONDS)
             self.in_flight += 1
-            self.window = self.window.begun(self._clock(), self.in_flight)
+            self.window = self.window.after_begin(self._clock(), self.in_flight)
         try:
             self.wait_turn(check)
         except BaseException:
@@ -168,8 +191,8 @@ class AdmissionSlot:
 
     Args:
         limiter: the bucket's limiter.
-        judged: whether slow requests are a sign that the store is throttling. False where the
-            adapter reports throttling.
+        judges_slowness: whether slow requests are a sign that the store is throttling. False where
+            the adapter reports throttling.
         verb: the verb of `ObjectStore`.
         concurrency: the transfer's concurrency. The window counts for one that is not "auto" only
             while the store throttles.
@@ -184,7 +207,7 @@ class AdmissionSlot:
         self,
         limiter: Limiter,
         *,
-        judged: bool,
+        judges_slowness: bool,
         verb: str,
         concurrency: Concurrency,
         request_bytes: int,
@@ -195,15 +218,14 @@ class AdmissionSlot:
         self._fixed = None if concurrency == "auto" else concurrency
         self._request_bytes = request_bytes
         self.timeout_seconds = timeout_seconds
-        self._judged = judged
-        # When, and how many were in flight then.
-        self._begun: dict[Hashable, tuple[float, int]] = {}
-        # When it was begun, and how many were in flight when it was released.
-        self._released: dict[Hashable, tuple[float, int]] = {}
-        self._slow: set[Hashable] = set()
-        # Seconds, and seconds by the number then in flight.
-        self._took: deque[tuple[float, float]] = deque(maxlen=2 * _SLOW_AMONG)
-        self._verdicts: deque[bool] = deque(maxlen=_SLOW_AMONG)
+        self._judges_slowness = judges_slowness
+        # The requests in flight, each with the number in flight when it was begun.
+        self._begun: dict[Hashable, _Counted] = {}
+        # Those that are over and not yet ended, each with the number in flight when it was over.
+        self._released: dict[Hashable, _Counted] = {}
+        self._slow: set[Hashable] = set()  # those in flight that are judged slow already
+        self._durations: deque[_Duration] = deque(maxlen=2 * _SLOW_AMONG)
+        self._verdicts: deque[bool] = deque(maxlen=_SLOW_AMONG)  # whether each was slow
         self._closed = False
 
     @property
@@ -220,6 +242,7 @@ class AdmissionSlot:
 
     @property
     def _allowed(self) -> float:
+        """The number of requests like this transfer's that the window allows."""
         window = self._limiter.window
         return window.allowed(self._request_bytes, self.timeout_seconds, self._verb)
 
@@ -259,21 +282,22 @@ class AdmissionSlot:
         if not limiter._take_place(self, check, wait=wait):
             return False
         with limiter._changed:
-            if self._closed:
+            if self._closed:  # by another thread, while this one waited
                 limiter._give_back(1)
             else:
-                self._begun[request] = limiter._clock(), limiter.in_flight
+                self._begun[request] = _Counted(limiter._clock(), limiter.in_flight)
         return True
 
     def moved(self, size_bytes: int) -> None:
         """Tell the window that a piece of a range has moved."""
-        self._moved(size_bytes, self._limiter.in_flight)
+        self._note_bytes(size_bytes, self._limiter.in_flight)
 
-    def _moved(self, size_bytes: int, in_flight: int) -> None:
+    def _note_bytes(self, size_bytes: int, in_flight: int) -> None:
+        """Tell the window of bytes that moved while so many requests were in flight."""
         limiter = self._limiter
         with limiter._changed:
             now = limiter._clock()
-            limiter.window = limiter.window.moved(now, size_bytes, in_flight, self._verb)
+            limiter.window = limiter.window.after_bytes(now, size_bytes, in_flight, self._verb)
 
     def release(self, request: Hashable) -> None:
         """Give back the place of a request that is over. `end` says later how it ended."""
@@ -282,14 +306,13 @@ class AdmissionSlot:
             begun = self._begun.pop(request, None)
             if begun is None:
                 return
-            begun_at, among = begun
-            seconds = limiter._clock() - begun_at
+            seconds = limiter._clock() - begun.begun_at
             if request in self._slow:
-                self._slow.remove(request)
+                self._slow.remove(request)  # `judge_ages` has judged it
             else:
-                self._judge(begun_at, is_slow=self._is_slow(seconds, among))
-            self._took.append((seconds, self._share(seconds, among)))
-            self._released[request] = begun_at, limiter.in_flight
+                self._judge(begun.begun_at, is_slow=self._is_slow(seconds, begun.in_flight))
+            self._durations.append(_Duration(seconds, self._share(seconds, begun.in_flight)))
+            self._released[request] = _Counted(begun.begun_at, limiter.in_flight)
             limiter._give_back(1)
 
     def end(self, request: Hashable, size_bytes: int = 0, *, answered: bool) -> None:
@@ -306,22 +329,22 @@ class AdmissionSlot:
             released = self._released.pop(request, None)
             if released is None or not answered:
                 return
-            begun_at, in_flight = released
-            limiter.succeeded()
-            limiter.window = limiter.window.answered(
-                limiter._clock(), begun_at, in_flight, self.timeout_seconds
+            limiter.note_success()
+            limiter.window = limiter.window.after_answer(
+                limiter._clock(), released.begun_at, released.in_flight, self.timeout_seconds
             )
             if size_bytes:
-                self._moved(size_bytes, in_flight)
+                self._note_bytes(size_bytes, released.in_flight)
 
     def judge_ages(self) -> None:
-        """Judge the requests in flight by their age."""
+        """Judge the requests in flight by their age; one that is slow is judged only once."""
         with self._limiter._changed:
             now = self._limiter._clock()
-            for request, (begun_at, among) in list(self._begun.items()):
-                if request not in self._slow and self._is_slow(now - begun_at, among):
+            for request, begun in list(self._begun.items()):
+                seconds = now - begun.begun_at
+                if request not in self._slow and self._is_slow(seconds, begun.in_flight):
                     self._slow.add(request)
-                    self._judge(begun_at, is_slow=True)
+                    self._judge(begun.begun_at, is_slow=True)
 
     def close(self) -> None:
         """Give all places back. Requests that end later are ignored."""
@@ -330,24 +353,37 @@ class AdmissionSlot:
             self._limiter._give_back(len(self._begun))
             self._begun.clear()
 
-    def _share(self, seconds: float, among: int) -> float:
-        """Return the seconds of a request by the number in flight when it began or now."""
-        return seconds / max(among, self._limiter.in_flight)
+    def _share(self, seconds: float, first_in_flight: int) -> float:
+        """Return the seconds by the number in flight when the request began or now."""
+        return seconds / max(first_in_flight, self._limiter.in_flight)
 
-    def _is_slow(self, seconds: float, among: int) -> bool:
-        if not self._judged or seconds < _SLOW_SECONDS or len(self._took) < _FEW:
+    def _is_slow(self, seconds: float, first_in_flight: int) -> bool:
+        """Whether a request takes so much longer than usual that it was sent again out of sight.
+
+        Args:
+            seconds: the time that it has taken.
+            first_in_flight: the number in flight when it began.
+        """
+        # The second condition is a shortcut: such a request is never slow by what is below.
+        if not self._judges_slowness or seconds < _SLOW_SECONDS or len(self._durations) < _FEW:
             return False
-        # Where the line is full, a larger window alone makes each request take longer.
-        fifth = (len(self._took) - 1) // 5
-        usual = sorted(took for took, _ in self._took)[fifth]
-        usual_share = sorted(share for _, share in self._took)[fifth]
-        longest = max(_SLOW_FACTOR * usual, usual + _SLOW_SECONDS)
-        return seconds > longest and self._share(seconds, among) > _SLOW_FACTOR * usual_share
+        fifth = (len(self._durations) - 1) // 5
+        usual_seconds = sorted(one.seconds for one in self._durations)[fifth]
+        usual_share = sorted(one.share_seconds for one in self._durations)[fifth]
+        longest = max(_SLOW_FACTOR * usual_seconds, usual_seconds + _SLOW_SECONDS)
+        # Where the line is full, a larger window alone makes each request take longer, but not
+        # its share.
+        is_above_share = self._share(seconds, first_in_flight) > _SLOW_FACTOR * usual_share
+        return seconds > longest and is_above_share
 
     def _judge(self, begun_at: float, *, is_slow: bool) -> None:
+        """Note whether a request was slow. Two slow ones lately are a sign of throttling.
+
+        While the store throttles, a single one is a sign.
+        """
         self._verdicts.append(is_slow)
         if is_slow and (sum(self._verdicts) > 1 or self._limiter.window.is_throttled):
-            self._limiter.throttled(begun_at)
+            self._limiter.note_throttling(begun_at)
 
 
 _ON_THIS_MACHINE = {"file", "memory"}
@@ -359,19 +395,19 @@ _limiters: PerProcess[dict[tuple[str | None, str, str], Limiter]] = PerProcess(d
 
 def limiter_at(endpoint_url: str | None, scheme: str, bucket: str) -> Limiter:
     """Return the limiter of a bucket at an endpoint (None: the provider's own)."""
-    place = endpoint_url, scheme, bucket
-    limiter = _limiters.here.get(place)
+    key = endpoint_url, scheme, bucket
+    limiter = _limiters.here.get(key)
     if limiter is None:
-        limiter = _limiters.here.setdefault(place, Limiter())  # another thread may ask for it, too
+        limiter = _limiters.here.setdefault(key, Limiter())  # another thread may ask for it, too
         if scheme in _ON_THIS_MACHINE:
-            limiter.heard(0.0)
+            limiter.note_latency(0.0)  # these stores are near, and nothing measures it
     return limiter
 
 
 def limiter_of(store: ObjectStore) -> Limiter:
     """Return the limiter of a store's bucket."""
-    scheme, _, place = store.url.partition("://")
-    bucket = place.partition("/")[0]
+    scheme, _, rest = store.url.partition("://")
+    bucket = rest.partition("/")[0]
     return limiter_at(store.endpoint_url, scheme, bucket)
 
 
@@ -389,7 +425,7 @@ def admission_slot(
     """
     return AdmissionSlot(
         limiter_of(store),
-        judged=verb not in store.reports_throttling,
+        judges_slowness=verb not in store.reports_throttling,
         verb=verb,
         concurrency=concurrency,
         request_bytes=request_bytes,

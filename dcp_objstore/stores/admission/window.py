@@ -47,12 +47,14 @@ _LEAST_ROUND_SECONDS = 0.02
 _LEAST_ROUND_BYTES = 8 * MIB
 # A pause this long separates two transfers.
 _PAUSE_SECONDS = 0.1
+# The factor by which a larger window that is tried is larger.
 _GAIN = 2.0
 # The factor by which a window of twice the size must move more at least; 2 is the most.
 _WORTHWHILE = 1.15
 # The rounds that are measured: requests that begin together end together, so that one round alone
 # may have a wave more or less.
 _ROUNDS = 4
+# A round in which fewer than this share of the window were in flight says nothing of it.
 _USED = 0.75
 # A request that takes more than this share of its time-out is slow.
 _SLOW = 0.25
@@ -60,13 +62,14 @@ _SLOW = 0.25
 _ASSUMED_BYTES_PER_SECOND = 8 * MIB
 # The most bytes in flight. A line that becomes slow, down to 7 MiB/s, answers them in time.
 _MOST_BYTES = 1024 * MIB
+# What is left of the window and of the rate after a cut.
 _THROTTLED_WINDOW, _THROTTLED_RATE = 0.5, 0.7
 # The rate has tripled after this time.
 _RECOVERY_SECONDS = 10.0
 
 
 class _Round(msgspec.Struct, frozen=True, gc=False):
-    """Answers since `began_at`: how many, their bytes, and the most that were in flight."""
+    """The answers since `began_at`, the last one at `last_at`; the most that were in flight."""
 
     began_at: float = -math.inf
     last_at: float = -math.inf
@@ -79,13 +82,13 @@ class _Try(msgspec.Struct, frozen=True, gc=False):
     """A larger window is tried.
 
     Attributes:
-        back: the size to go back to.
+        size_before: the size to go back to.
         bytes_per_second: the rate at that size.
         is_measured: whether a round has passed since, so that the answers to requests of the
             smaller window have arrived.
     """
 
-    back: float
+    size_before: float
     bytes_per_second: float
     is_measured: bool = False
 
@@ -139,28 +142,31 @@ class Window(msgspec.Struct, frozen=True):
         """
         most: float = self.most
         if request_bytes:
-            moved = self.bytes_per_second.get(verb, 0.0)
-            line_bytes = _SLOW * timeout_seconds * max(moved, _ASSUMED_BYTES_PER_SECOND)
+            known = self.bytes_per_second.get(verb, 0.0)
+            line_bytes = _SLOW * timeout_seconds * max(known, _ASSUMED_BYTES_PER_SECOND)
             most = min(most, min(line_bytes, _MOST_BYTES) / request_bytes)
         return max(LEAST_WINDOW, min(self.size, most))
 
     def rate(self, now: float) -> float:
-        """Return the number of requests that may be begun per second; infinite if not throttled."""
+        """Return the number of requests that may be begun per second; infinite if not throttled.
+
+        It grows after a cut: after 0, 10 and 20 s it is 1, 3 and 11 times `cut_rate`.
+        """
         waited = max(0.0, now - self.cut_at) / _RECOVERY_SECONDS
         return self.cut_rate * (1 + waited + waited**3)
 
-    def heard(self, seconds: float) -> Window:
+    def after_small_answer(self, seconds: float) -> Window:
         """Return the window after a small request was answered in so many seconds."""
         return replace(self, latency_seconds=min(self.latency_seconds, seconds))
 
-    def begun(self, now: float, in_flight: int) -> Window:
+    def after_begin(self, now: float, in_flight: int) -> Window:
         """Return the window after a request was begun; `in_flight` includes it."""
         if in_flight > 1 or now - self.round.last_at < _PAUSE_SECONDS:
             return self
         # A new transfer may be of another kind: it is not compared with the last one.
         return replace(self, trying=None, round=_Round(now, now))
 
-    def moved(self, now: float, size_bytes: int, in_flight: int, verb: str = "") -> Window:
+    def after_bytes(self, now: float, size_bytes: int, in_flight: int, verb: str = "") -> Window:
         """Return the window after bytes were moved.
 
         Args:
@@ -178,21 +184,23 @@ class Window(msgspec.Struct, frozen=True):
             in_flight=max(last.in_flight, in_flight),
         )
         seconds = now - grown.began_at
-        known = self.bytes_per_second.get(verb, 0.0)
-        is_short = not known or (self.trying and not self.trying.is_measured)
+        known = self.bytes_per_second.get(verb, 0.0)  # 0: nothing was measured yet
+        # One round is enough for a first measurement, and for the answers to requests that were
+        # sent before the window became larger.
+        is_one_enough = not known or (self.trying and not self.trying.is_measured)
         # Requests may be so large that fewer are allowed.
-        answers = min(self.size, grown.in_flight) * (1 if is_short else _ROUNDS)
+        needed_answers = min(self.size, grown.in_flight) * (1 if is_one_enough else _ROUNDS)
         is_small = not known and grown.size_bytes < _LEAST_ROUND_BYTES
-        if grown.answers < answers or seconds < _LEAST_ROUND_SECONDS or is_small:
+        if grown.answers < needed_answers or seconds < _LEAST_ROUND_SECONDS or is_small:
             return replace(self, round=grown)
-        moved = grown.size_bytes / seconds
-        lines = {**self.bytes_per_second, verb: max(moved, known)}
+        measured = grown.size_bytes / seconds
+        lines = {**self.bytes_per_second, verb: max(measured, known)}
         after = replace(self, round=_Round(now, now), bytes_per_second=lines)
         if self.is_throttled or grown.in_flight < _USED * self.allowed():
             return after
-        return after._after_round(moved)
+        return after._after_round(measured)
 
-    def answered(
+    def after_answer(
         self, now: float, begun_at: float, in_flight: int, timeout_seconds: float
     ) -> Window:
         """Return the window after a request was answered.
@@ -209,15 +217,16 @@ class Window(msgspec.Struct, frozen=True):
         seconds = now - begun_at
         if seconds > _SLOW * timeout_seconds:
             if begun_at < self.cut_at:
-                return window
+                return window  # the last cut was for the same shortage
             # The slowest request of a transfer ends alone, but was not alone on the line.
             busy = max(in_flight, self.round.in_flight)
             size = min(self.allowed(), busy) * _SLOW * timeout_seconds / seconds
             return replace(window, size=max(LEAST_WINDOW, size), trying=None, cut_at=now)
+        # Where nothing is throttled, `_after_round` tries windows above the near one's.
         most = window.most if window.is_throttled else _NEAR_MOST
         return replace(window, size=max(window.size, min(window.size + 1 / window.size, most)))
 
-    def throttled(
+    def after_throttling(
         self, now: float, begun_at: float, in_flight: int, done_per_second: float
     ) -> Window:
         """Return the window after the store put off a request.
@@ -245,9 +254,10 @@ class Window(msgspec.Struct, frozen=True):
         """Return the next window: a larger one, or the earlier one if this one gained nothing."""
         tried = self.trying
         if tried is not None and not tried.is_measured:
+            # This round was of requests of the smaller window; the next one is of this one.
             return replace(self, trying=replace(tried, is_measured=True))
         if tried is not None and bytes_per_second < _WORTHWHILE * tried.bytes_per_second:
-            return replace(self, size=tried.back, trying=None)
+            return replace(self, size=tried.size_before, trying=None)
         size = min(_GAIN * self.size, self.most)
         if size <= self.size:
             return replace(self, trying=None)

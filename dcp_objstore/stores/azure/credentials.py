@@ -23,10 +23,10 @@ from dcp_objstore.stores.credentials import (
     Credentials,
     Renewing,
     asked_by_clients,
-    fixed,
+    fixed_credentials,
     is_installed,
-    lost,
     metadata_answers,
+    note_of_stripped,
 )
 
 _INSTALL = "pip install 'dcp-objstore[azure]'"
@@ -92,14 +92,15 @@ def find_azure_credentials(options: AzureOptions, stripped: tuple[str, ...] = ()
     if account is None:
         raise ConfigError(
             "which storage account? Pass storage_options={'account_name': …}, or set"
-            f" AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING{lost(stripped)}"
+            " AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING"
+            f"{note_of_stripped(stripped)}"
         )
     credentials = from_options or _from_connection(parts) or _from_environment(endpoint)
     if credentials is None:
         raise CredentialsError(
             f"no credentials for Azure: run `az login` with azure-identity installed ({_INSTALL}),"
             " set AZURE_STORAGE_CONNECTION_STRING or AZURE_STORAGE_ACCOUNT_KEY, or pass"
-            f" storage_options{lost(stripped)}"
+            f" storage_options{note_of_stripped(stripped)}"
         )
     return replace(credentials, advice=_ADVICE, endpoint_url=endpoint, account_name=account)
 
@@ -109,7 +110,7 @@ def _from_options(options: AzureOptions) -> Credentials | None:
     if options.anon:
         return ANONYMOUS
     if options.account_key is not None:
-        return fixed("storage_options", access_key=options.account_key)
+        return fixed_credentials("storage_options", access_key=options.account_key)
     if options.sas_token is not None:
         return _sas("storage_options", options.sas_token)
     if options.client_secret is not None:
@@ -129,7 +130,7 @@ def _from_credential(credential: object) -> Credentials:
     if isinstance(credential, str):
         if "sig=" in credential:
             return _sas("storage_options", credential)
-        return fixed("storage_options", access_key=credential)
+        return fixed_credentials("storage_options", access_key=credential)
     get_token = getattr(credential, "get_token", None)
     if get_token is None:
         raise ConfigError(
@@ -146,7 +147,7 @@ def _from_credential(credential: object) -> Credentials:
 
 def _from_connection(parts: Mapping[str, str]) -> Credentials | None:
     if "accountkey" in parts:
-        return fixed("the connection string", access_key=parts["accountkey"])
+        return fixed_credentials("the connection string", access_key=parts["accountkey"])
     if "sharedaccesssignature" in parts:
         return _sas("the connection string", parts["sharedaccesssignature"])
     return None
@@ -156,7 +157,9 @@ def _from_environment(endpoint: str | None) -> Credentials | None:
     """Return the credentials of this machine, the first that there are; None if none."""
     for name, kind in _KEYS.items():
         if value := os.environ.get(name):
-            return fixed(f"{name} in the environment", **{kind: value.removeprefix("?")})
+            return fixed_credentials(
+                f"{name} in the environment", **{kind: value.removeprefix("?")}
+            )
     for names in _IDENTITIES:
         if all(os.environ.get(name) for name in names):
             return Credentials(f"{names[0]} in the environment", renew=asked_by_clients)
@@ -207,7 +210,7 @@ def _sas(source: str, token: str) -> Credentials:
     token = token.removeprefix("?")
     ends = parse_qs(token).get("se")
     until = f": a signature that ends at {ends[0]}" if ends else ""
-    return fixed(source + until, sas_token=token)
+    return fixed_credentials(source + until, sas_token=token)
 
 
 def _connection_of_environment(account: str | None) -> dict[str, str]:

@@ -20,7 +20,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores import errors
-from dcp_objstore.stores.errors import Facts, Failure, Meaning
+from dcp_objstore.stores.errors import ErrorDetails, Failure, Meaning
 from dcp_objstore.stores.retries import Requests
 from dcp_objstore.stores.urls import StoreUrl
 
@@ -41,7 +41,7 @@ _UNREACHED = (
 _LATE = "builtins.TimeoutError"
 
 
-def read_fsspec(error: Exception) -> Facts:
+def read_fsspec(error: Exception) -> ErrorDetails:
     """Read what a filesystem raised.
 
     The status of the store's answer counts first, then a library's type, errno and builtin type.
@@ -56,7 +56,7 @@ def read_fsspec(error: Exception) -> Facts:
         text, words = getattr(error, "strerror", None) or text, None
     elif kind is StoreUnavailableError and status is None and (timed_out or not connected):
         advice = "check endpoint_url, that the server runs, and any proxy or firewall"
-    return Facts(
+    return ErrorDetails(
         text=text,
         status=status,
         meaning=Meaning(kind, words, advice),

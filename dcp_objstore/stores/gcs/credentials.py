@@ -21,10 +21,10 @@ from dcp_objstore.stores.credentials import (
     ANONYMOUS,
     Credentials,
     Renewing,
-    fixed,
+    class_and_line,
+    fixed_credentials,
     is_installed,
-    lost,
-    without_text,
+    note_of_stripped,
 )
 from dcp_objstore.stores.gcs.options import GcsOptions
 
@@ -74,7 +74,7 @@ def _from_variables() -> Credentials | None:
     """Read obstore's variables: a token, a key, or the path of one."""
     bearer = os.environ.get("GOOGLE_BEARER_TOKEN")
     if bearer:
-        return fixed("GOOGLE_BEARER_TOKEN in the environment", token=bearer)
+        return fixed_credentials("GOOGLE_BEARER_TOKEN in the environment", token=bearer)
     for name in ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH"):
         path = os.environ.get(name)
         if path:
@@ -87,7 +87,8 @@ def _from_defaults(base_url: str | None, stripped: tuple[str, ...]) -> Credentia
     """Return google-auth's application default credentials."""
     advice = (
         "run `gcloud auth application-default login`, set GOOGLE_APPLICATION_CREDENTIALS, or pass"
-        " storage_options={'token': …} ({'anon': True} for a public bucket)" + lost(stripped)
+        " storage_options={'token': …} ({'anon': True} for a public bucket)"
+        + note_of_stripped(stripped)
     )
 
     def load(scopes: list[str]) -> Any:
@@ -123,7 +124,7 @@ def _from_token(token: object) -> Credentials:
             return _from_file(path, "the key that storage_options['token'] names")
         if token.endswith(".json"):
             raise CredentialsError("the credentials named by storage_options['token'] are missing")
-        return fixed("storage_options", token=token)
+        return fixed_credentials("storage_options", token=token)
     if hasattr(token, "refresh"):
         return _from_google_auth(lambda _: token, "storage_options")
     raise ConfigError(
@@ -166,7 +167,7 @@ def _from_file(path: Path, what: str) -> Credentials:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        wrong = without_text(error)
+        wrong = class_and_line(error)
     else:
         return _from_text(text, what)
     raise CredentialsError(f"{what} cannot be read: {wrong}")
@@ -216,7 +217,7 @@ def _from_google_auth(
         wrong = f"{source}: {error}"
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         # google-auth raises these for a file that is not a key; their text may quote one.
-        wrong = f"{source} cannot be used: {without_text(error)}"
+        wrong = f"{source} cannot be used: {class_and_line(error)}"
     # Outside of the handler: its error may carry the whole key.
     raise CredentialsError(wrong.removesuffix("."), advice=advice)
 

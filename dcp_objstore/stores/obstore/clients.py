@@ -176,7 +176,7 @@ class Clients(Requests):
         )
         return CredentialsError(
             f"the store {accepts} the credentials (source: {credentials.source}), and {why}:"
-            f" {judge_obstore(error).facts.text}",
+            f" {judge_obstore(error).details.text}",
             advice=f"pass new ones, {credentials.advice}",
         )
 

@@ -32,15 +32,17 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores import errors
-from dcp_objstore.stores.errors import Facts, Meaning
+from dcp_objstore.stores.errors import ErrorDetails, Meaning
 from dcp_objstore.stores.obstore.direct import LaneError
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
 # Azure's objects are deleted by a batch request even if it is one; of its answer obstore keeps the
 # status and the phrase behind it.
-_IN_BATCH = re.compile(r"Bulk delete request failed for key .*: (.*) \(code: (\d{3})\)")
-_PHRASES = {"The specified container does not exist.": "ContainerNotFound"}
+_IN_BATCH = re.compile(
+    r"Bulk delete request failed for key .*: (?P<phrase>.*) \(code: (?P<status>\d{3})\)"
+)
+_CODES_OF_PHRASES = {"The specified container does not exist.": "ContainerNotFound"}
 # The store's answer around its code and message, which is all that a reader needs of it.
 _ANSWER = re.compile(
     r"(?:<\?xml[^>]*>\s*)?<Error>.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*?</Error>", re.S
@@ -51,7 +53,10 @@ _INSTANCE_METADATA = "http://169.254.169.254/"
 # A 301 without a Location, which is how AWS says that the bucket is in another region, comes
 # without its status; only the name of the variant in the dump tells it.
 _REDIRECT = "inner: BareRedirect"
-_REQUEST = re.compile(r"Error performing ([A-Z]+) (\S+) in ([\d.]+\w+)(?:, after (\d+) retries)?")
+_REQUEST = re.compile(
+    r"Error performing (?P<method>[A-Z]+) (?P<url>\S+) in (?P<time>[\d.]+\w+)"
+    r"(?:, after (?P<retries>\d+) retries)?"
+)
 # A panic about the address or a header, by the errors of the crates url and http.
 _NOT_A_REQUEST = re.compile(r"\b(Invalid[A-Z]\w+|EmptyHost|IdnaError|RelativeUrl\w+)\b")
 # The sign that a request never got as far as a connection.
@@ -69,21 +74,22 @@ _UNKNOWN_KEY_CODES = ("InvalidToken", "InvalidAccessKeyId")
 
 # The sign that a ranged GET was answered with 200.
 _WHOLE = "source: NotPartial"
-# What obstore reads neither an object nor a listing with.
+# Answers that obstore cannot read: an object without its length, a listing with an odd key.
 _NO_LENGTH, _INVALID_PATH = "Content-Length Header missing", "object with invalid path"
-_OTHERS = (
+_USE_ANOTHER_TRANSPORT = (
     "use storage_options={'transport': 'fsspec'}, or for s3://"
     " install boto3 (pip install 'dcp-objstore[s3]'), which is then asked instead"
 )
-_OF_GOOGLE = Meaning(
+_WRONG_GOOGLE_KEY = Meaning(
     CredentialsError, "the key of the service account in the environment cannot be used"
 )
-_UNANSWERED = "PUT of a part, or the end of the upload, got no answer, nor did the abort after it"
+_UPLOAD_AND_ABORT_UNANSWERED = (
+    "PUT of a part, or the end of the upload, got no answer, nor did the abort after it"
+)
 
 # The tables have a text of obstore and what it means. The first that fits counts.
-_Signs = dict[str, Meaning]
 # The dump of a request that was not answered as HTTP demands has one of these.
-_NOT_THE_RANGE: _Signs = {
+_NOT_THE_RANGE: dict[str, Meaning] = {
     _WHOLE: errors.WHOLE,
     "source: UnexpectedRange": errors.ANOTHER_RANGE,
     "source: ParseContentRange": Meaning(
@@ -94,7 +100,7 @@ _NOT_THE_RANGE: _Signs = {
     ),
 }
 # The dump of a request that got no answer has one of these.
-_NO_ANSWERS: _Signs = {
+_NO_ANSWERS: dict[str, Meaning] = {
     "kind: ConnectionRefused": errors.REFUSED,
     '"dns error"': errors.UNRESOLVED,
     "InvalidContentType": errors.NO_TLS,
@@ -106,7 +112,7 @@ _NO_ANSWERS: _Signs = {
 }
 # The text of an error that names no request has one of these: it is about a setting, or an answer
 # that no store gives.
-_NO_REQUESTS: _Signs = {
+_NO_REQUESTS: dict[str, Meaning] = {
     "Generic Config error": Meaning(
         ConfigError,
         "a setting is not valid, in storage_options or in the environment (AWS_*, GOOGLE_*,"
@@ -120,21 +126,21 @@ _NO_REQUESTS: _Signs = {
     ),
     "failed to parse header": Meaning(ConfigError, "a setting cannot be sent in a header"),
     # obstore reads the variables of a service account even if it is given other credentials.
-    "Unable to open service account file": _OF_GOOGLE,
-    "Unable to decode service account file": _OF_GOOGLE,
-    "pem file": _OF_GOOGLE,
-    "Invalid RSA key": _OF_GOOGLE,
+    "Unable to open service account file": _WRONG_GOOGLE_KEY,
+    "Unable to decode service account file": _WRONG_GOOGLE_KEY,
+    "pem file": _WRONG_GOOGLE_KEY,
+    "Invalid RSA key": _WRONG_GOOGLE_KEY,
     "Invalid Access Key": Meaning(CredentialsError, "the account's key is not base64"),
     _NO_LENGTH: Meaning(
         UnsupportedError,
         "the server does not announce the length of an object (Content-Length), without which"
         " transport 'native' reads nothing",
-        _OTHERS,
+        _USE_ANOTHER_TRANSPORT,
     ),
     _INVALID_PATH: Meaning(
         UnsupportedError,
         "there is a key with an empty, '.' or '..' segment: transport 'native' reads nothing",
-        f"{_OTHERS}; or remove the object",
+        f"{_USE_ANOTHER_TRANSPORT}; or remove the object",
     ),
     # Reads of GCS and Azure only.
     "Last-Modified Header missing": errors.NO_BUCKET,
@@ -184,13 +190,13 @@ class _Message(NamedTuple):
     @property
     def is_abort(self) -> bool:
         """Whether it comes from an abort, which is raised alone where an upload fails twice."""
-        if self.request is None:
+        request = self.request
+        if request is None:
             return False
-        method, url, *_ = self.request.groups()
-        return method == "DELETE" and "?uploadId=" in url
+        return request["method"] == "DELETE" and "?uploadId=" in request["url"]
 
     @property
-    def is_of_instance(self) -> bool:
+    def is_of_instance_metadata(self) -> bool:
         """Whether it comes from the service that gives instances their credentials."""
         return _INSTANCE_METADATA in self.text or _INSTANCE_METADATA in self.dump
 
@@ -199,20 +205,16 @@ def _message(error: BaseException) -> _Message:
     """Take the text of an error of obstore apart."""
     text, _, dump = str(error).partition("\n\nDebug source:")
     dump = " ".join(dump.split())
-    request = _REQUEST.search(text)
+    status: int | None = None
+    code: str | None = None
     if _REDIRECT in dump:
-        return _Message(text, dump, request, status=301, code=None)
-    batch = _IN_BATCH.search(text)
-    if batch is not None:
-        return _Message(text, dump, request, status=int(batch[2]), code=_PHRASES.get(batch[1]))
-    status, code = _STATUS.search(text), _CODE.search(text)
-    return _Message(
-        text,
-        dump,
-        request,
-        status=int(status[1]) if status else None,
-        code=code[1] if code else None,
-    )
+        status = http.client.MOVED_PERMANENTLY
+    elif batch := _IN_BATCH.search(text):
+        status, code = int(batch["status"]), _CODES_OF_PHRASES.get(batch["phrase"])
+    elif answer := _STATUS.search(text):
+        xml_code = _CODE.search(text)
+        status, code = int(answer[1]), xml_code[1] if xml_code else None
+    return _Message(text, dump, _REQUEST.search(text), status, code)
 
 
 def http_code(error: BaseException) -> tuple[int | None, str | None]:
@@ -221,7 +223,7 @@ def http_code(error: BaseException) -> tuple[int | None, str | None]:
     return message.status, message.code
 
 
-def read_obstore(error: Exception) -> Facts:
+def read_obstore(error: Exception) -> ErrorDetails:
     """Read what an obstore call raised, or the direct lane in its place.
 
     The text keeps the store's answer and drops obstore's debug dump. Errors without a status come
@@ -229,32 +231,31 @@ def read_obstore(error: Exception) -> Facts:
     no answer.
     """
     if isinstance(error, LaneError):
-        lost = errors.LOST if error.status is None else None
-        return Facts(text=str(error), status=error.status, meaning=lost)
+        meaning = errors.LOST if error.status is None else None
+        return ErrorDetails(text=str(error), status=error.status, meaning=meaning)
     message = _message(error)
-    facts = Facts(
-        text=_short(message),
+    details = ErrorDetails(
+        text=_answer_text(message),
         status=message.status,
         code=message.code,
-        meaning=_meaning(error, message),
+        meaning=_meaning_in_text(error, message),
         conditional=errors.is_of(type(error), _CONDITIONAL),
         connected=_NOT_CONNECTED not in message.dump,
         timed_out=_TIMED_OUT in message.dump,
     )
-    is_silence = message.status is None and _INSTANCE_METADATA not in message.text
-    if is_silence and message.request is not None:
-        facts = _unanswered(facts, message, message.request)
-    if message.is_of_instance:
+    if message.is_of_instance_metadata:
         # The text of that service would only distract from the remedy.
         may_pass = message.status is None or message.status >= 500
-        facts = replace(facts, text="", may_pass=may_pass)
-    return _of_abort(error, facts) if message.is_abort else facts
+        details = replace(details, text="", may_pass=may_pass)
+    elif message.request is not None and message.status is None:
+        details = _with_reason_of_silence(details, message, message.request)
+    return _details_of_failed_abort(error, details) if message.is_abort else details
 
 
-def _short(message: _Message) -> str:
+def _answer_text(message: _Message) -> str:
     """Return what the store said: the status, its code and its sentence, without the request."""
     text = _ANSWER.sub(r"\1: \2", message.text).strip()
-    answer = None if message.status is None else _STATUS.search(text)
+    answer = _STATUS.search(text)
     return textwrap.shorten(text[answer.start(1) :], 400, placeholder=" …") if answer else text
 
 
@@ -295,8 +296,7 @@ def no_store(error: BaseException) -> DcpObjstoreError | None:
     request = message.request
     if request is None or (message.status, message.code) != (http.client.NOT_FOUND, None):
         return None
-    method, url, *_ = request.groups()
-    if method not in ("GET", "PUT", "POST") or "uploadId=" in url:
+    if request["method"] not in ("GET", "PUT", "POST") or "uploadId=" in request["url"]:
         return None  # a part of an upload, or its end
     return errors.NO_BUCKET.error(message.text.strip())
 
@@ -325,47 +325,46 @@ def parts_are_left(error: BaseException) -> bool:
     return _message(error).is_abort and not isinstance(error, FileNotFoundError)
 
 
-def _sign(signs: _Signs, text: str) -> Meaning | None:
-    """Return what the first sign that is in the text means."""
-    return next((meaning for sign, meaning in signs.items() if sign in text), None)
-
-
-def _meaning(error: Exception, message: _Message) -> Meaning | None:
-    """Return what an error means that status and code do not tell, if it is one."""
+def _meaning_in_text(error: Exception, message: _Message) -> Meaning | None:
+    """Return what an error means where its text or its class tells; None: status and code do."""
     kind = errors.kind_of_answer(message.status, message.code)
     if kind is not StoreFullError and any(words in message.text for words in _WANTS_TLS):
         return errors.WANTS_TLS
-    if message.is_of_instance:
+    if message.is_of_instance_metadata:
         is_aws = f"{_INSTANCE_METADATA}latest/" in message.text
-        what = (errors.NO_S3_CREDENTIALS, errors.SET_S3_CREDENTIALS) if is_aws else ()
-        return Meaning(CredentialsError, *what)
-    meaning = None if message.request else _sign(_NO_REQUESTS, message.text)
+        if not is_aws:  # the same address serves Google's and Azure's machines
+            return Meaning(CredentialsError)
+        return Meaning(CredentialsError, errors.NO_S3_CREDENTIALS, errors.SET_S3_CREDENTIALS)
+    meaning = None if message.request else errors.first_sign(_NO_REQUESTS, message.text)
     if meaning is not None or kind is not None:
         return meaning
     kinds = (Meaning(kind) for name, kind in _BY_TYPE.items() if errors.is_of(type(error), name))
-    return _sign(_NOT_THE_RANGE, message.dump) or next(kinds, None)
+    return errors.first_sign(_NOT_THE_RANGE, message.dump) or next(kinds, None)
 
 
-def _unanswered(facts: Facts, message: _Message, request: re.Match[str]) -> Facts:
-    """Say why a request got no answer, where the dump tells."""
-    meaning = _sign(_NO_ANSWERS, message.dump)
+def _with_reason_of_silence(
+    details: ErrorDetails, message: _Message, request: re.Match[str]
+) -> ErrorDetails:
+    """Return the details with why a request got no answer, where the dump tells."""
+    meaning = errors.first_sign(_NO_ANSWERS, message.dump)
     if meaning is None:
-        return facts
-    _, url, took, retries = request.groups()
-    tries = f" ({retries} retries in {took})" if retries else ""
-    words = f"cannot reach {urlsplit(url).netloc or 'the store'}"
+        return details
+    retries = request["retries"]
+    tries = f" ({retries} retries in {request['time']})" if retries else ""
+    words = f"cannot reach {urlsplit(request['url']).netloc or 'the store'}"
     meaning_here = Meaning(meaning.kind, words, meaning.advice)
-    return replace(facts, text=f"{meaning.words}{tries}", meaning=meaning_here)
+    return replace(details, text=f"{meaning.words}{tries}", meaning=meaning_here)
 
 
-def _of_abort(error: Exception, facts: Facts) -> Facts:
-    """Return the facts of an upload that failed and could not be aborted."""
-    kind, words, _ = errors.meaning_of(error, facts)
+def _details_of_failed_abort(error: Exception, details: ErrorDetails) -> ErrorDetails:
+    """Return the details of an upload that failed, from those of its abort, which failed too."""
+    kind, words, _ = errors.meaning_of(error, details)
     if kind is BucketNotFoundError or words == errors.UPLOAD_LOST.words:
-        return facts  # nothing is left
-    if kind is ObjectNotFoundError:
-        return replace(facts, meaning=errors.UPLOAD_LOST)
-    both = Meaning(StoreUnavailableError, _UNANSWERED)
-    if facts.status is not None:
-        both = Meaning(kind, "the upload failed, and aborting it failed too, which hides the cause")
-    return replace(facts, text=f"{words}: {facts.text}", meaning=both)
+        return details  # nothing is left
+    if kind is ObjectNotFoundError:  # a 404 without a code: the upload is not there
+        return replace(details, meaning=errors.UPLOAD_LOST)
+    meaning = Meaning(StoreUnavailableError, _UPLOAD_AND_ABORT_UNANSWERED)
+    if details.status is not None:
+        words_of_both = "the upload failed, and aborting it failed too, which hides the cause"
+        meaning = Meaning(kind, words_of_both)
+    return replace(details, text=f"{words}: {details.text}", meaning=meaning)

@@ -179,7 +179,7 @@ class ObstoreStore(BaseStore[str]):
             failure = judge_obstore(error)
             translated = failure.error
             # obstore sends a part again after these alone; RequestTimeout comes with 400.
-            is_final = failure.facts.status not in (None, 408, 429, *range(500, 600))
+            is_final = failure.details.status not in (None, 408, 429, *range(500, 600))
             if failure.may_pass and is_final and not source.left_parts:
                 raise errors.UploadLostError(translated.message) from error
             is_refusal = isinstance(translated, errors.CredentialsError)

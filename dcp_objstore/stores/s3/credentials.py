@@ -23,10 +23,10 @@ from dcp_objstore.stores.credentials import (
     Credentials,
     Renewing,
     asked_by_clients,
-    fixed,
-    lost,
+    class_and_line,
+    fixed_credentials,
     metadata_answers,
-    without_text,
+    note_of_stripped,
 )
 from dcp_objstore.stores.errors import NO_S3_CREDENTIALS, SET_S3_CREDENTIALS
 from dcp_objstore.stores.s3.options import S3Options
@@ -75,7 +75,9 @@ def find_s3_credentials(settings: S3Options, stripped: tuple[str, ...] = ()) -> 
 
 def no_s3_credentials(stripped: tuple[str, ...]) -> CredentialsError:
     """The error where none are found."""
-    return CredentialsError(NO_S3_CREDENTIALS + lost(stripped), advice=SET_S3_CREDENTIALS)
+    return CredentialsError(
+        NO_S3_CREDENTIALS + note_of_stripped(stripped), advice=SET_S3_CREDENTIALS
+    )
 
 
 def _from_options(settings: S3Options) -> Credentials | None:
@@ -83,7 +85,7 @@ def _from_options(settings: S3Options) -> Credentials | None:
     if settings.anon:
         return ANONYMOUS
     if settings.key is not None:
-        return fixed(
+        return fixed_credentials(
             "storage_options",
             access_key_id=settings.key,
             secret_access_key=settings.secret,
@@ -106,7 +108,7 @@ def keys_of_environment() -> Credentials | None:
     if not (key and secret):
         return None
     source = "AWS_ACCESS_KEY_ID in the environment"
-    return fixed(source, access_key_id=key, secret_access_key=secret, token=token)
+    return fixed_credentials(source, access_key_id=key, secret_access_key=secret, token=token)
 
 
 def _from_machine() -> Credentials | None:
@@ -215,7 +217,7 @@ def open_boto3_session(source: str, **arguments: Any) -> Boto3Session:
     except ProfileNotFound as error:
         raise CredentialsError(f"{source}: {error}") from error
     except (BotoCoreError, OSError, configparser.Error) as error:
-        wrong = f"{source}: the AWS settings cannot be read: {without_text(error)}"
+        wrong = f"{source}: the AWS settings cannot be read: {class_and_line(error)}"
     if wrong is not None:
         raise CredentialsError(wrong)
     endpoint = scoped.get("endpoint_url")

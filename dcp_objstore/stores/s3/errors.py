@@ -15,7 +15,7 @@ from typing import Any
 from dcp_objstore.contexts import drop_frames
 from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
 from dcp_objstore.stores import errors
-from dcp_objstore.stores.errors import Facts, Meaning
+from dcp_objstore.stores.errors import ErrorDetails, Meaning
 
 # These need a bucket and nothing else, so that no object can be missing.
 _NEED_A_BUCKET = ("ListObjectsV2", "PutObject", "CreateMultipartUpload")
@@ -44,7 +44,7 @@ _NO_ANSWERS = {
 _UNSENT = (*_NOT_CONNECTED.split(), "botocore.ConnectTimeoutError")
 
 
-def read_botocore(error: Exception, *, conditional: bool = False) -> Facts:
+def read_botocore(error: Exception, *, conditional: bool = False) -> ErrorDetails:
     """Read what an operation of botocore raised.
 
     Args:
@@ -56,9 +56,9 @@ def read_botocore(error: Exception, *, conditional: bool = False) -> Facts:
         return _answer(answered, conditional)
     if isinstance(error, KeyError) and error.args in _NAMED_IN_ANSWERS:
         text = f"its answer has no {error.args[0]}"
-        return Facts(text=text, meaning=errors.NO_STORE_ANSWERED)
+        return ErrorDetails(text=text, meaning=errors.NO_STORE_ANSWERED)
     chain = [type(cause) for cause in errors.led_to(error)]
-    return Facts(
+    return ErrorDetails(
         text=str(error),
         meaning=_no_answer(error),
         connected=not any(errors.is_of(cls, *_UNSENT) for cls in chain),
@@ -111,7 +111,7 @@ def drop_request(error: BaseException) -> None:
             cause.request = None
 
 
-def _answer(error: Any, conditional: bool) -> Facts:
+def _answer(error: Any, conditional: bool) -> ErrorDetails:
     """Return what an error answer of botocore says."""
     status, code = status_of(error), code_of(error) or None
     if code == str(status):
@@ -119,11 +119,11 @@ def _answer(error: Any, conditional: bool) -> Facts:
     phrase = f"{status} {http.client.responses.get(status or 0, '')}".rstrip()
     said = error.response.get("Error", {}).get("Message")
     text = ": ".join(filter(None, (phrase, code, said if said and said not in phrase else None)))
-    facts = Facts(text=text, status=status, code=code, conditional=conditional)
+    details = ErrorDetails(text=text, status=status, code=code, conditional=conditional)
     missing = status == http.client.NOT_FOUND and code is None
     if missing and not conditional and error.operation_name in _NEED_A_BUCKET:
-        return replace(facts, meaning=errors.NO_BUCKET)
-    return facts
+        return replace(details, meaning=errors.NO_BUCKET)
+    return details
 
 
 def _no_answer(error: Exception) -> Meaning:

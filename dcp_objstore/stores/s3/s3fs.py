@@ -13,7 +13,7 @@ from typing import Any
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.stores import errors
 from dcp_objstore.stores.credentials import Credentials
-from dcp_objstore.stores.errors import Facts
+from dcp_objstore.stores.errors import ErrorDetails
 from dcp_objstore.stores.fsspec.filesystems import Filesystems, is_from, read_fsspec
 from dcp_objstore.stores.ranges import FETCHED_READING, FetchedSource
 from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS
@@ -35,7 +35,7 @@ from dcp_objstore.threads import STEP_SECONDS, result_of
 S3FS = "s3fs.S3FileSystem"  # others call themselves `s3` as well
 
 
-def read_s3fs(error: Exception, *, conditional: bool = False) -> Facts:
+def read_s3fs(error: Exception, *, conditional: bool = False) -> ErrorDetails:
     """Read what s3fs raised: an error of botocore, of aiohttp, or a builtin one."""
     if is_from(error, "botocore") or isinstance(error, (KeyError, RecursionError)):
         return read_botocore(error, conditional=conditional)
@@ -58,7 +58,7 @@ class S3fsStore(S3Store):
     """A store rooted at one URL, over s3fs."""
 
     range_reading = FETCHED_READING
-    _facts = staticmethod(read_s3fs)
+    _read_details = staticmethod(read_s3fs)
 
     def __init__(self, url: StoreUrl, filesystems: S3Filesystems) -> None:
         super().__init__(url, filesystems)

@@ -72,7 +72,7 @@ class S3Store(BaseStore["dict[str, str]"]):
 
     capabilities = Capabilities()  # it claims everything; `probe` finds out if the server keeps it
     # Reads what an operation raised; `conditional`: it had an `If-Match`.
-    _facts: Callable[..., errors.Facts] = staticmethod(read_botocore)
+    _read_details: Callable[..., errors.ErrorDetails] = staticmethod(read_botocore)
 
     def __init__(self, url: StoreUrl, requests: S3Requests) -> None:
         super().__init__(url, requests.endpoint_url)
@@ -110,7 +110,7 @@ class S3Store(BaseStore["dict[str, str]"]):
         """The buffers as the `Body` of a request; `check` is called while it is sent."""
 
     def _translate(self, error: Exception, *, conditional: bool = False) -> DcpObjstoreError:
-        return errors.judge(error, partial(self._facts, conditional=conditional)).error
+        return errors.judge(error, partial(self._read_details, conditional=conditional)).error
 
     def _conditional_write(self) -> AbstractContextManager[Any]:
         """Return the context in which a conditional write is sent."""
