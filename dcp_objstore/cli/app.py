@@ -176,7 +176,7 @@ for name, command, example in (
     ("pin", pin, "file:///tmp/run/step-40 paper"),
     ("unpin", unpin, "file:///tmp/run/step-40 paper"),
     ("doctor", diagnose, "file:///tmp/run"),
-    ("bench", measure, "file:///tmp/run --size 64MiB --seconds 2"),
+    ("bench", measure, "file:///tmp/run --size 16MiB --seconds 1"),
     ("verify", verify, "--quick file:///tmp/run/step-40"),
     (
         "export",

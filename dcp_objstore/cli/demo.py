@@ -208,9 +208,9 @@ class Training:
         self.model = nn.Sequential(
             nn.Embedding(256, 64),
             nn.Flatten(),
-            nn.Linear(64 * _CONTEXT, 768),
+            nn.Linear(64 * _CONTEXT, 192),
             nn.GELU(),
-            nn.Linear(768, 256),
+            nn.Linear(192, 256),
         ).to(device)
         fully_shard(self.model, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)

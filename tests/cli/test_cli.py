@@ -27,7 +27,7 @@ from dcp_objstore.run.upkeep import delete
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.local import LocalStore
 from tests.support.checkpoints import saved_by
-from tests.support.command_line import on_terminal, run, run_here
+from tests.support.command_line import on_terminal, run_here
 
 
 def save_step(url: str, **user_metadata: object) -> None:
@@ -63,7 +63,7 @@ def test_without_the_cli_extra_the_command_says_how_to_get_it():
 
 def test_a_wrong_option_is_a_usage_error():
     for arguments in (["demo", "--ranks", "1"], ["demo", "--resume-ranks", "0"], ["nothing"]):
-        done = run(*arguments)
+        done = run_here(*arguments)
         assert done.returncode == 2
         assert "Usage: " in done.stderr
         assert "Traceback" not in done.stderr

@@ -21,7 +21,7 @@ from dcp_objstore.errors import (
     InputError,
 )
 from dcp_objstore.stores import StoreSpec
-from tests.support.command_line import run
+from tests.support.command_line import run_here
 from tests.support.upkeep import DAY_SECONDS, keys, loose, save, state, tear
 from tests.support.wrapped_stores import Request, WatchedStore
 
@@ -59,18 +59,18 @@ def test_rm_deletes_only_with_yes_and_prints_the_command(steps):
     for number in (1, 2):
         save(steps.step(number))
     before = steps.all()
-    planned = run("rm", f"{steps.url}/step-1")
+    planned = run_here("rm", f"{steps.url}/step-1")
     assert planned.returncode == 0
     assert steps.all() == before
     command = planned.stdout.splitlines()[-1].split()
     assert command == ["dcp-objstore", "rm", f"{steps.url}/step-1", "--yes"]
     assert "would delete" in planned.stdout
-    done = run(*command[1:])
+    done = run_here(*command[1:])
     assert (done.returncode, done.stderr) == (0, "")
     assert "would" not in done.stdout
     assert keys(steps.step(1)) == {"_COMMIT"}
     assert state(steps.step(2)) == "committed"
-    again = run(*command[1:])
+    again = run_here(*command[1:])
     assert again.returncode == 2
     assert "was deleted" in again.stderr
 
@@ -146,14 +146,14 @@ def test_gc_removes_torn_saves_only_with_yes(steps):
     tear(steps.step(2))
     steps.age()
     before = steps.all()
-    planned = run("sweep", steps.url, "--json")
+    planned = run_here("sweep", steps.url, "--json")
     assert planned.returncode == 0
     assert steps.all() == before
     report = json.loads(planned.stdout)
     assert (report["dry_run"], report["deleted"]) == (True, 3)
     assert report["deleted_bytes"] > 0
     assert report["uploads_unseen"] is None
-    done = run("sweep", steps.url, "--yes")
+    done = run_here("sweep", steps.url, "--yes")
     assert (done.returncode, done.stderr) == (0, "")
     assert keys(steps.step(2)) == {"_COMMIT"}
     assert {name for name in before if name.startswith("step-1")} <= set(steps.all())
@@ -166,7 +166,7 @@ def test_gc_names_what_it_left_and_a_damaged_checkpoint_is_status_4(steps):
     steps.step(2).put("_COMMIT", b"{}")
     steps.age()
     before = steps.all()
-    done = run("sweep", steps.url, "--yes")
+    done = run_here("sweep", steps.url, "--yes")
     assert done.returncode == 4
     assert "step-1/notes.txt" in done.stdout
     assert "step-2: cannot be read" in done.stdout

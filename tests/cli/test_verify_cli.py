@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 import dcp_objstore as dos
 from dcp_objstore.cli.verify import verify
 from dcp_objstore.errors import CheckpointNotFoundError, UnsupportedError
-from tests.support.command_line import run, run_here
+from tests.support.command_line import run_here
 
 ALL = {
     "quick": False,
@@ -113,4 +113,4 @@ def test_what_cannot_be_verified_is_no_damage(url, tmp_path):
         verify(url, **ALL)
     with pytest.raises(CheckpointNotFoundError, match="one object"):
         verify(f"{url}/step-2/_COMMIT", **ALL)
-    assert run("verify", "s4://bucket/x").returncode == 2
+    assert run_here("verify", "s4://bucket/x").returncode == 2

@@ -21,21 +21,11 @@ from typer.testing import CliRunner
 from dcp_objstore.cli.app import app
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run it in an environment without credentials, but for what is given."""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-    return subprocess.run(
-        [sys.executable, "-m", "dcp_objstore", *arguments],
-        capture_output=True,
-        text=True,
-        env={**plain, **environment},
-        timeout=120,
-        check=False,
-    )
-
-
 def run_here(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """As `run`, without a process of its own: to start one takes a second or three."""
+    """Run it in an environment without credentials, but for what is given.
+
+    It has no process of its own: to start one takes a second or three.
+    """
     plain = dict.fromkeys(name for name in os.environ if name.startswith("AWS_"))
     invoke = partial(CliRunner().invoke, app, arguments, env={**plain, **environment})
     done = copy_context().run(invoke)  # the options chosen are kept in a context variable
