@@ -32,6 +32,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except Exception as error:
+            # click's NoSuchOption: somebody wrote it after the command.
             if getattr(error, "option_name", None) == "--transport":
                 text = "stands before the command: dcp-objstore --transport NAME COMMAND"
                 error.message = f"--transport {text} ..."  # type: ignore[attr-defined]
@@ -163,8 +164,9 @@ def serve(
             say("ended")
 
 
-# Each command's parameters are its options, and its docstring is its help. The modules of commands
-# import most others only when a command runs, so that `--help` stays quick.
+# Each command's parameters are its options, and its docstring is its help. `exits()` decorates it
+# and turns its errors into a status. The modules of commands import most others only when a command
+# runs, so that `--help` stays quick.
 for name, command, example in (
     ("demo", demo, "--ranks 4 --resume-ranks 2"),
     ("serve", serve, "--port 9000"),
@@ -190,8 +192,5 @@ for name, command, example in (
     ("cp", copy, "file:///tmp/run/step-40 file:///tmp/kept/step-40"),
 ):
     app.command(name, epilog=f"Example: dcp-objstore {name} {example}")(exits()(command))
-for name, of_node, example in (
-    ("ls", print_runs, "/tmp/node"),
-    ("rm", remove_runs, "/tmp/node"),
-):
-    local.command(name, epilog=f"Example: dcp-objstore local {name} {example}")(exits()(of_node))
+for name, of_node in (("ls", print_runs), ("rm", remove_runs)):
+    local.command(name, epilog=f"Example: dcp-objstore local {name} /tmp/node")(exits()(of_node))

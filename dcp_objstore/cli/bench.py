@@ -33,9 +33,9 @@ def measure(
     a random name below the URL and removes it again, even after Ctrl-C; it touches nothing else. A
     bucket may bill the requests and the bytes.
     """
-    most_bytes = None if size is None else size_bytes("--size", size)
+    wanted_bytes = None if size is None else size_bytes("--size", size)
     report = dos.measure.bench(
-        url, size_bytes=most_bytes, seconds=seconds, storage_options=chosen()
+        url, size_bytes=wanted_bytes, seconds=seconds, storage_options=chosen()
     )
     if as_json:
         print_json(report)
@@ -45,28 +45,29 @@ def measure(
 
 def _print(report: dos.measure.BenchReport) -> None:
     """Print a sentence for saves and one for loads, then the figures, then warnings."""
-    url, size, *texts = str(report).splitlines()
+    url, size, about_saves, about_loads, *warnings = str(report).splitlines()
     say(url, size, "")
-    for text in texts[:2]:
+    for text in (about_saves, about_loads):
         say(*wrapped(text, columns(), "      "))
     say()
     say(f"small requests GET {_spread(report.get_ms)} ms, PUT {_spread(report.put_ms)} ms")
     say()
-    lines: list[tuple[str, ...]] = [("", *_HEAD)]
-    for name, transfer, plain in (
-        ("save", report.save, report.plain_puts),
-        ("load", report.load, report.plain_gets),
-    ):
-        lines.append((name, *_row(transfer)))
-        lines.append(("plain PUTs" if name == "save" else "plain GETs", *_row(plain)))
-    say(*aligned(lines, _HEAD))
-    if texts[2:]:
+    rows = (
+        ("save", report.save),
+        ("plain PUTs", report.plain_puts),
+        ("load", report.load),
+        ("plain GETs", report.plain_gets),
+    )
+    table = [("", *_HEAD), *((name, *_cells(throughput)) for name, throughput in rows)]
+    say(*aligned(table, _HEAD))
+    if warnings:
         say()
-    for text in texts[2:]:
+    for text in warnings:
         say(*wrapped(text, columns(), "  "))
 
 
-def _row(throughput: dos.measure.Throughput) -> tuple[str, ...]:
+def _cells(throughput: dos.measure.Throughput) -> tuple[str, ...]:
+    """Return the cells below `_HEAD`."""
     speed = throughput.gib_per_second
     figures = (speed.median, speed.lowest, speed.highest, throughput.cpu_seconds_per_gib)
     return (*map(_figure, figures), str(throughput.requests), str(throughput.connections))

@@ -201,15 +201,15 @@ def copy(
 def _print_report(report: object, *, as_json: bool) -> None:
     """Print what was written, for people or as one JSON object."""
     is_on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
+    was_printed_by_bar = isinstance(report, SaveReport) and is_on_terminal
     if as_json:
         print_json(report)
-    elif not (
-        isinstance(report, SaveReport) and is_on_terminal
-    ):  # a save's progress bar has printed it
+    elif not was_printed_by_bar:
         say(*str(report).splitlines())
 
 
 def _rules(rename: Sequence[str] | None) -> list[tuple[str, str]]:
+    """Return the pattern and the replacement of each rule, parted at its last `=`."""
     rules = []
     for rule in rename or ():
         pattern, equals, replacement = rule.rpartition("=")

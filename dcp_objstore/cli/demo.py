@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import signal
 import sys
@@ -50,8 +51,10 @@ from dcp_objstore.observe.report import GIB, counted, first_few, size_text
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import upload_items
 
-# The steps that are saved, those of the torn save and of SIGTERM, and the number of no step.
+# Every fourth step is saved. In the save of step 12 a rank is killed, so step 8 is the newest that
+# is committed. At step 14 of the second job SIGTERM comes. No job gets as far as step 10,000.
 _EVERY, _COMMITTED, _DOOMED, _WARNED, _NEVER = 4, 8, 12, 14, 10_000
+# Bytes of text from which the next one is predicted, and the least number of them in a step.
 _CONTEXT, _SEQUENCES = 64, 32
 # Ranks add the same float32 numbers in another order; a wrong weight would change far more.
 _LOSS_TOLERANCE = 1e-2
@@ -85,7 +88,7 @@ def run_demo(
                 demo.run()
             except DemoFailedError as error:
                 fail(f"the demo failed: {error}", notes=getattr(error, "__notes__", ()))
-        else:
+        else:  # this process only starts its rank of both jobs
             demo.job(demo.ranks, torn=True)
             demo.job(demo.resume_ranks, torn=False)
         speeds = [] if report is None else demo.measure()
@@ -96,14 +99,14 @@ def run_demo(
     seconds = time.monotonic() - began
     _title(f"All {demo.proofs} proofs hold, in {seconds:.0f} s.")
     if report is not None:
-        place = "SeaweedFS on loopback" if url is None else _store_of(demo.spec)
-        Path(report).write_text(report_text(demo, speeds, seconds, place))
+        store = "SeaweedFS on loopback" if url is None else _store_of(demo.spec)
+        Path(report).write_text(report_text(demo, speeds, seconds, store))
         tell(f"report: {report}")
 
 
-def tell(text: str, lead: str = "  ", colour: str | None = None) -> None:
-    """Print a line after a lead, at once."""
-    say(text, lead=coloured(lead, colour) if lead.strip() else lead)
+def tell(text: str, lead: str = "  ") -> None:
+    """Print a line after a lead, and let nothing delay it."""
+    say(text, lead=lead)
     sys.stdout.flush()
 
 
@@ -125,7 +128,7 @@ def a_run(spec: StoreSpec, crew: Crew) -> Iterator[StoreSpec]:
     if spec.parsed.scheme == "memory":
         raise InputError("memory:// exists in one process only; the demo has many", url=spec.url)
     if not crew.is_first:
-        yield spec.child(crew.share("run", "")[0])
+        yield spec.child(crew.share("run", "")[0])  # the name that the first starter shares
         return
     scratch = Scratch(spec, "dcp-objstore-demo")
     # Before any rank starts, a store that does not answer is an error to report at once.
@@ -136,22 +139,22 @@ def a_run(spec: StoreSpec, crew: Crew) -> Iterator[StoreSpec]:
     try:
         yield scratch.spec
     finally:
-        left = scratch.remove()
-        if left.keys or not left.listed:
-            fail(f"left behind: {scratch.spec.url} ({left.why})")
+        unremoved = scratch.remove()
+        if unremoved.keys or not unremoved.listed:
+            fail(f"left behind: {scratch.spec.url} ({unremoved.why})")
 
 
 # --- what the ranks do
 
 
 def train(
-    device: torch.device, said: dict[str, Any], run: StoreSpec, sequences: int, torn: bool
+    device: torch.device, notes: dict[str, Any], run: StoreSpec, sequences: int, torn: bool
 ) -> None:
     """Train as one rank, with a manager, from the newest step of the run on.
 
     Args:
         device: where the model is.
-        said: where losses and digests are noted for the proofs.
+        notes: where losses and digests are noted for the proofs.
         run: the run.
         sequences: the number of sequences of a step, of which each rank has an equal share.
         torn: whether this job ends with a save in whose midst the last rank is killed. Otherwise
@@ -164,20 +167,20 @@ def train(
     ) as manager:
         start = manager.load(training.values) or 0
         if start:
-            said[f"loaded-{start}"] = digests(training.state())
+            notes[f"loaded-{start}"] = digests(training.state())
         for step in range(start + 1, (_DOOMED if torn else _NEVER) + 1):
-            said[f"loss-{step}"] = loss = training.train(step)
+            notes[f"loss-{step}"] = loss = training.train(step)
             if rank == 0 and step % 2 == 0:
                 tell(f"step {step:>2}  loss {loss:.3f}")
             if step == _COMMITTED:
-                said[f"saved-{step}"] = digests(training.state())
+                notes[f"saved-{step}"] = digests(training.state())
             if step == _DOOMED and torn and is_last:
                 die_in_the_next_upload(run.child(f"step-{step}"), others=rank)
             if step == _WARNED and is_last:
                 os.kill(os.getpid(), signal.SIGTERM)
             manager.step(step, training.values, metrics={"loss": loss})
             if manager.preempted():
-                said |= {"last": step, f"saved-{step}": digests(training.state())}
+                notes |= {"last": step, f"saved-{step}": digests(training.state())}
                 break
 
 
@@ -229,18 +232,17 @@ class Training:
         """Do one step, whose sequences depend on its number alone; return the mean loss of all."""
         generator = torch.Generator().manual_seed(step)
         last = len(self._text) - _CONTEXT - 1
-        shape = (self._sequences,)
-        starts = torch.randint(last, shape, generator=generator, device="cpu").tolist()
-        own = starts[dist.get_rank() :: dist.get_world_size()]
-        batch = torch.stack([self._text[start : start + _CONTEXT + 1] for start in own])
+        starts = torch.randint(last, (self._sequences,), generator=generator).tolist()
+        own_starts = starts[dist.get_rank() :: dist.get_world_size()]
+        batch = torch.stack([self._text[start : start + _CONTEXT + 1] for start in own_starts])
         batch = batch.long().to(self._device)
         loss = functional.cross_entropy(self.model(batch[:, :-1]), batch[:, -1])
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
         self.optimizer.step()
         self.optimizer.zero_grad()
-        mean = loss.detach() / dist.get_world_size()
-        dist.all_reduce(mean)
-        return mean.item()
+        mean_loss = loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean_loss)  # the sum of all ranks' shares in it
+        return mean_loss.item()
 
 
 def digests(value: object, key: str = "") -> dict[str, str]:
@@ -249,16 +251,17 @@ def digests(value: object, key: str = "") -> dict[str, str]:
     Sharded tensors are gathered, so all ranks of their group must call this together.
     """
     if isinstance(value, (Mapping, list, tuple)):
-        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-        inner = [digests(one, f"{key}.{name}" if key else str(name)) for name, one in pairs]
-        return {name: digest for found in inner for name, digest in found.items()}
+        digest_of_key: dict[str, str] = {}
+        for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            digest_of_key |= digests(inner, f"{key}.{name}" if key else str(name))
+        return digest_of_key
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if not isinstance(value, Tensor):
         return {key: hashlib.sha256(repr(value).encode()).hexdigest()}
-    plain = value.detach().cpu().contiguous()
-    digest = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)} ".encode())
-    digest.update(plain.reshape(-1).view(torch.uint8).numpy())
+    tensor = value.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+    digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
     return {key: digest.hexdigest()}
 
 
@@ -274,7 +277,9 @@ class Demo:
         resume_ranks: number of ranks that resume. Default: half of them.
 
     Attributes:
+        spec: the run.
         phases: of each phase its title and what it has proved.
+        proofs: the number of statements that were proved.
     """
 
     def __init__(self, run: StoreSpec, crew: Crew, resume_ranks: int | None) -> None:
@@ -282,8 +287,9 @@ class Demo:
         self.resume_ranks = resume_ranks or self.ranks // 2
         if self.resume_ranks > self.ranks:
             raise InputError(f"--resume-ranks {self.resume_ranks}: at most --ranks {self.ranks}")
-        equal = math.lcm(self.ranks, self.resume_ranks)
-        self._sequences = equal * -(-_SEQUENCES // equal)
+        # The ranks of both jobs have equal shares.
+        multiple = math.lcm(self.ranks, self.resume_ranks)
+        self._sequences = multiple * -(-_SEQUENCES // multiple)
         self.phases: list[tuple[str, list[str]]] = []
         self.proofs = 0
 
@@ -315,10 +321,12 @@ class Demo:
             DemoFailedError: a rank has failed otherwise than by the kill of another.
         """
         ended = self.crew.run(ranks, train, self.spec, self._sequences, torn)
-        for rank, one in enumerate(ended):
-            if isinstance(one.how, str) or not (torn or one.how is None):
-                error = DemoFailedError(f"rank {rank} ended with {one.how!r}")
-                error.add_note(one.log)
+        for rank, end in enumerate(ended):
+            # Text is an error of something else. What else may end a torn job, the proofs decide.
+            is_allowed = not isinstance(end.outcome, str) if torn else end.outcome is None
+            if not is_allowed:
+                error = DemoFailedError(f"rank {rank} ended with {end.outcome!r}")
+                error.add_note(end.log)
                 raise error
         return ended
 
@@ -332,7 +340,7 @@ class Demo:
             raise DemoFailedError(f"this does not hold: {statement}")
         self.proofs += 1
         self.phases[-1][1].append(statement)
-        tell(statement, "  ok ", "green")
+        tell(statement, coloured("  ok ", "green"))
 
     def _steps(self) -> dict[int, dos.reports.ListedCheckpoint]:
         steps = dos.steps(self.spec.url, storage_options=self.spec.storage_options)
@@ -340,18 +348,18 @@ class Demo:
 
     def prove_committed(self, step: int, ranks: int) -> None:
         """Prove that a step counts, and was saved by so many ranks."""
-        found = self._steps().get(step)
-        size = size_text(found.total_bytes) if found else "nothing"
+        listed = self._steps().get(step)
+        size = size_text(listed.total_bytes) if listed else "nothing"
         self.prove(
-            found is not None and found.world_size == ranks,
+            listed is not None and listed.world_size == ranks,
             f"step-{step} is committed: {size} of {counted(ranks, 'rank')}",
         )
 
     def prove_ended_cleanly(self, ended: Sequence[Ended]) -> None:
         """Prove that the last rank was killed, and every other raised a `DcpObjstoreError`."""
-        *survivors, killed = [one.how for one in ended]
-        typed = [how for how in survivors if isinstance(how, DcpObjstoreError)]
-        kinds = ", ".join(sorted({type(how).__name__ for how in survivors}))
+        *survivors, killed = [end.outcome for end in ended]
+        typed = [error for error in survivors if isinstance(error, DcpObjstoreError)]
+        kinds = ", ".join(sorted({type(outcome).__name__ for outcome in survivors}))
         self.prove(
             killed == -signal.SIGKILL and typed == survivors,
             f"typed error ({kinds}) on {len(typed)} of {len(survivors)} surviving ranks",
@@ -377,10 +385,10 @@ class Demo:
 
     def prove_resumed(self, torn: Ended, resumed: Sequence[Ended]) -> None:
         """Prove that all ranks have loaded what was saved, and went on as the killed job did."""
-        loaded = [one.said.get(f"loaded-{_COMMITTED}") for one in resumed]
-        self.prove_identical(f"step-{_COMMITTED}", torn.said[f"saved-{_COMMITTED}"], loaded)
+        loaded = [end.notes.get(f"loaded-{_COMMITTED}") for end in resumed]
+        self.prove_identical(f"step-{_COMMITTED}", torn.notes[f"saved-{_COMMITTED}"], loaded)
         names = [f"loss-{step}" for step in range(_COMMITTED + 1, _DOOMED + 1)]
-        gap = max(abs(torn.said[name] - resumed[0].said[name]) for name in names)
+        gap = max(abs(torn.notes[name] - resumed[0].notes[name]) for name in names)
         self.prove(
             gap <= _LOSS_TOLERANCE,
             f"steps {_COMMITTED + 1} to {_DOOMED} have the losses that they had before the kill,"
@@ -390,21 +398,29 @@ class Demo:
     def prove_identical(
         self, what: str, saved: Mapping[str, str], loaded: Sequence[Mapping[str, str] | None]
     ) -> None:
-        """Prove that every tensor and value of states is the same, bit for bit."""
-        differ = sorted({key for of in loaded for key, _ in (of or {}).items() ^ saved.items()})
-        agree = f"{first_few(differ, 3)} differ" if differ else "agree"
+        """Prove that every tensor and value is the same, bit for bit.
+
+        Args:
+            what: the state, in words.
+            saved: its digests when it was saved.
+            loaded: those of each rank that should have loaded it; None of one that has not.
+        """
+        differ: set[str] = set()
+        for state in loaded:
+            differ |= {key for key, _ in (state or {}).items() ^ saved.items()}
+        agree = f"{first_few(sorted(differ), 3)} differ" if differ else "agree"
         text = f"{what}: state bit-identical: all {len(saved)} SHA-256 digests {agree}"
         self.prove(bool(saved) and not differ, text)
 
     def prove_preempted(self, resumed: Sequence[Ended]) -> None:
-        """Prove that the step at which the ranks ended is the newest, and what they had."""
-        (last,) = {one.said.get("last") for one in resumed}
+        """Prove that all ranks ended at the newest step, and that others can read what they had."""
+        newest = max(self._steps())
         self.prove(
-            last is not None and last == max(self._steps()) and last >= _WARNED,
-            f"all ranks ended after step {last}, saved it, and it is the newest committed step",
+            {end.notes.get("last") for end in resumed} == {newest} and newest >= _WARNED,
+            f"all ranks ended after step {newest}, saved it, and it is the newest committed step",
         )
-        step = self.spec.child(f"step-{last}")
-        saved = resumed[0].said[f"saved-{last}"]
+        step = self.spec.child(f"step-{newest}")
+        saved = resumed[0].notes[f"saved-{newest}"]
         state = dos.read_state_dict(step.url, storage_options=step.storage_options)
         self._prove_plain("one process, without a group", saved, state)
         with tempfile.TemporaryDirectory(prefix="dcp-objstore-demo-") as folder:
@@ -416,9 +432,9 @@ class Demo:
             state = torch.load(file, weights_only=True)
         self._prove_plain("stock torch, dcp_to_torch_save", saved, state)
 
-    def _prove_plain(self, how: str, saved: Mapping[str, str], state: dict[str, Any]) -> None:
+    def _prove_plain(self, reader: str, saved: Mapping[str, str], state: dict[str, Any]) -> None:
         state["optimizer"].pop("groups", None)  # of several ranks, beside the numbered ones
-        self.prove_identical(how, saved, [digests(state)])
+        self.prove_identical(reader, saved, [digests(state)])
 
     def measure(self) -> list[dos.measure.BenchReport]:
         """Measure saves, loads and plain requests, in all starters together."""
@@ -446,9 +462,9 @@ def report_text(
         store: the store, in words.
     """
     crew = demo.crew
-    ways = {
-        name: round(sum(getattr(one, name).gib_per_second.median for one in speeds), 3)
-        for name in ("save", "plain_puts", "load", "plain_gets")
+    together = {
+        way: round(sum(getattr(speed, way).gib_per_second.median for speed in speeds), 3)
+        for way in ("save", "plain_puts", "load", "plain_gets")
     }
     results = {
         "versions": {**versions().details, "system": platform.platform()},
@@ -457,16 +473,14 @@ def report_text(
         "launcher": crew.launcher,
         "device": crew.device,
         "seconds": round(seconds, 1),
-        "gib_per_second": ways,
+        "gib_per_second": together,
         "processes": len(speeds),
     }
     started = f"started by {crew.launcher}" if crew.launcher else "on one machine"
     gpu = f", {torch.cuda.get_device_name()}" if crew.device == "cuda" else ""
     memory = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB)
-    words = [
-        word if "://" not in word else f"{word.partition('://')[0]}://..." for word in sys.argv[1:]
-    ]
-    proved = (
+    words = [re.sub("://.*", "://...", word) for word in sys.argv[1:]]
+    proved = (  # "1. Committed" and its proofs become a heading, without the number, and a list
         f"**{title.lstrip('1234. ')}**\n\n" + "\n".join(f"- {proof}" for proof in proofs)
         for title, proofs in demo.phases
     )
@@ -483,14 +497,14 @@ def report_text(
         "### What should readers know?",
         *proved,
         f"**Speed**\n\n{size_text(speeds[0].size_bytes)} in each of"
-        f" {counted(len(speeds), 'process')}: saves {ways['save']} GiB/s, where plain PUTs without"
-        f" digests reach {ways['plain_puts']}; loads {ways['load']} GiB/s, plain GETs"
-        f" {ways['plain_gets']}. All objects were removed: a listing shows none.",
+        f" {counted(len(speeds), 'process')}: saves {together['save']} GiB/s, where plain PUTs"
+        f" without digests reach {together['plain_puts']}; loads {together['load']} GiB/s, plain"
+        f" GETs {together['plain_gets']}. All objects were removed: a listing shows none.",
     ]
     return "\n\n".join(lines) + "\n"
 
 
 def _store_of(spec: StoreSpec) -> str:
-    own = spec.open().endpoint_url is not None
-    where = "an endpoint of its own" if own else "the provider's endpoint"
+    has_own_endpoint = spec.open().endpoint_url is not None
+    where = "an endpoint of its own" if has_own_endpoint else "the provider's endpoint"
     return f"{spec.parsed.scheme}:// at {where}. Which provider, storage class and region?"

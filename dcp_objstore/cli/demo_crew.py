@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,14 +50,35 @@ class Ended(NamedTuple):
     """The end of a rank, and its output before.
 
     Attributes:
-        how: None after success; the error of the library, another error's text, or an exit status.
-        said: what it has noted by name; nothing if it was killed.
+        outcome: None after success; the error of the library; another error's text; or the exit
+            status of one that was killed, such as -9.
+        notes: what it has noted by name; nothing if it was killed.
         log: the end of its output.
     """
 
-    how: DcpObjstoreError | str | int | None
-    said: dict[str, Any]
+    outcome: DcpObjstoreError | str | int | None
+    notes: dict[str, Any]
     log: str
+
+
+class _Job(NamedTuple):
+    """What the ranks of a job have in common.
+
+    Attributes:
+        host, port: address of the TCPStore in which they meet.
+        name: the part of that store which is theirs.
+        ranks: their number.
+        device: "cpu" or "cuda".
+        work, args: the function that each of them calls, and its arguments.
+    """
+
+    host: str
+    port: int
+    name: str
+    ranks: int
+    device: str
+    work: Callable[..., None]
+    args: tuple[object, ...]
 
 
 class Crew:
@@ -112,36 +134,34 @@ class Crew:
         """Return the values of all starters. All of them call it with the same name."""
         starters = self.ranks if self.launcher else 1
         self._store.set(f"demo/{name}/{min(self._own)}", pickle.dumps(value))  # type: ignore[arg-type]
-        return [pickle.loads(self._store.get(f"demo/{name}/{one}")) for one in range(starters)]
+        keys = [f"demo/{name}/{starter}" for starter in range(starters)]
+        return [pickle.loads(self._store.get(key)) for key in keys]
 
     def run(self, ranks: int, work: Callable[..., None], *args: object) -> list[Ended]:
         """Run a job; return how each of its ranks has ended. All starters call it alike.
 
         Args:
             ranks: number of ranks.
-            work: called in each rank with the device, a dict for what it has to say, and `args`.
+            work: called in each rank with the device, a dict for its notes, and `args`.
 
         Raises:
             DemoFailedError: the ranks do not end in time.
         """
         self._jobs += 1
-        group = *self._address, f"job-{self._jobs}", ranks
+        job = _Job(*self._address, f"job-{self._jobs}", ranks, self.device, work, args)
         with tempfile.TemporaryDirectory(prefix="dcp-objstore-demo-") as folder:
-            ended = self._run_own(folder, group, (work, args))
-        return [one for some in self.share(f"ended-{self._jobs}", ended) for one in some]
+            ended = self._run_own(folder, job)
+        return list(chain.from_iterable(self.share(f"ended-{self._jobs}", ended)))
 
-    def _run_own(
-        self, folder: str, group: tuple[str, int, str, int], job: tuple[Any, ...]
-    ) -> list[Ended]:
-        """Run the ranks of this machine as processes, and return how each ended."""
+    def _run_own(self, folder: str, job: _Job) -> list[Ended]:
+        """Run the job's ranks of this starter as processes, and return how each ended."""
         context: Any = multiprocessing.get_context(_METHOD)
         processes: dict[int, Any] = {}
         deadline = time.monotonic() + _JOB_SECONDS
         try:
             for rank, local_rank in self._own.items():
-                if rank < group[-1]:
-                    place = rank, local_rank, self.device
-                    call = f"{folder}/{rank}", group, place, *job
+                if rank < job.ranks:
+                    call = f"{folder}/{rank}", job, rank, local_rank
                     processes[rank] = context.Process(target=_run_rank, args=call)
                     processes[rank].start()
             for process in processes.values():
@@ -164,56 +184,53 @@ def _allocation() -> tuple[str | None, Mapping[str, str]]:
     if int(env.get("SLURM_STEP_NUM_TASKS", "0")) < 2:
         return None, {}
     names = {"RANK": "PROCID", "WORLD_SIZE": "STEP_NUM_TASKS", "LOCAL_RANK": "LOCALID"}
-    ours = {name: env[f"SLURM_{theirs}"] for name, theirs in names.items()}
-    # "2(x3),1": the nodes of a step may have different numbers of tasks.
-    most = max(map(int, re.findall(r"(\d+)(?:\(x\d+\))?", env["SLURM_STEP_TASKS_PER_NODE"])))
-    ours |= {"LOCAL_WORLD_SIZE": str(most)}
-    ours["MASTER_ADDR"] = env.get("MASTER_ADDR", env["SLURM_LAUNCH_NODE_IPADDR"])
-    ours["MASTER_PORT"] = env.get("MASTER_PORT", str(20_000 + int(env["SLURM_JOB_ID"]) % 10_000))
-    return "srun", ours
+    variables = {name: env[f"SLURM_{slurm_name}"] for name, slurm_name in names.items()}
+    # "2(x3),1": three nodes of the step have two tasks each, the last has one.
+    counts = re.findall(r"(\d+)(?:\(x\d+\))?", env["SLURM_STEP_TASKS_PER_NODE"])
+    port = 20_000 + int(env["SLURM_JOB_ID"]) % 10_000  # all ranks know it, other jobs have others
+    return "srun", {
+        **variables,
+        "LOCAL_WORLD_SIZE": str(max(map(int, counts))),
+        "MASTER_ADDR": env.get("MASTER_ADDR", env["SLURM_LAUNCH_NODE_IPADDR"]),
+        "MASTER_PORT": env.get("MASTER_PORT", str(port)),
+    }
 
 
-def _run_rank(
-    files: str,
-    group: tuple[str, int, str, int],
-    place: tuple[int, int, str],
-    work: Callable[..., None],
-    args: tuple[Any, ...],
-) -> None:
+def _run_rank(files: str, job: _Job, rank: int, local_rank: int) -> None:
     """Be a rank: its output goes to `<files>.log`, how it ended to `<files>.ended`."""
     threading.Thread(target=_end_with_starter, daemon=True).start()
-    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)  # what is said to the user
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)  # what `work` tells the user
     log = os.open(f"{files}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)  # torch's own lines
     os.dup2(log, 2)
-    host, port, name, ranks = group
-    rank, local_rank, kind = place
-    said: dict[str, Any] = {}
-    how: DcpObjstoreError | str | None = None
+    notes: dict[str, Any] = {}
+    outcome: DcpObjstoreError | str | None = None
     try:
         torch.set_num_threads(1)
-        device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-        if kind == "cuda":
+        device, backend = torch.device(job.device), "gloo"
+        if job.device == "cuda":
+            device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
             torch.cuda.set_device(device)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
-            store=PrefixStore(name, TCPStore(host, port)),
+            backend,
+            store=PrefixStore(job.name, TCPStore(job.host, job.port)),
             rank=rank,
-            world_size=ranks,
+            world_size=job.ranks,
             timeout=timedelta(seconds=_GROUP_SECONDS),
         )
         dist.barrier()  # a rank that ends at once would leave while others still connect to it
-        work(device, said, *args)
+        job.work(device, notes, *job.args)
         dist.destroy_process_group()
     except BaseException as error:  # noqa: BLE001  everything is reported
         traceback.print_exc()
-        how = error if isinstance(error, DcpObjstoreError) else repr(error)
-    Path(f"{files}.ended").write_bytes(pickle.dumps((how, said)))
+        outcome = error if isinstance(error, DcpObjstoreError) else repr(error)
+    Path(f"{files}.ended").write_bytes(pickle.dumps((outcome, notes)))
     # Without closing the group, which can wait for a dead rank. The others see it closed.
-    os._exit(how is not None)
+    os._exit(outcome is not None)
 
 
 def _end_with_starter() -> None:
+    """End this rank when the process that started it has ended, even if that was killed."""
     starter = multiprocessing.parent_process()
     assert starter is not None
     starter.join()
@@ -226,5 +243,5 @@ def _ended(files: str, status: int) -> Ended:
     text = log.read_text(errors="replace")[-2000:] if log.exists() else ""
     if not ended.exists():
         return Ended(status, {}, text)
-    how, said = pickle.loads(ended.read_bytes())
-    return Ended(how, said, text)
+    outcome, notes = pickle.loads(ended.read_bytes())
+    return Ended(outcome, notes, text)

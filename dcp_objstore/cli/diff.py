@@ -18,7 +18,9 @@ from dcp_objstore.cli.terminal import columns, print_json, say
 
 _DIFFERENT_STATUS = 1
 _WORD_WIDTH = len("reshaped") + 2
-_MOST_OF_A_VALUE = 60
+# A value is shown if "OLD -> NEW" is at most this long.
+_MOST_TEXT = 60
+# The most elements of nested lists and mappings that are printed.
 _MOST_PARTS = 200
 
 
@@ -61,8 +63,8 @@ def print_diff(
 
 
 def _print(report: dos.reports.DiffReport) -> None:
-    one, other, *_, total = str(report).splitlines()
-    say(one, other)
+    url, other_url, *_, total = str(report).splitlines()
+    say(url, other_url)
     for word, key, text in _lines(report):
         line = f"{word.ljust(_WORD_WIDTH)}{key}"
         if text and len(line) + 2 + len(text) > columns():
@@ -96,10 +98,11 @@ def _tensor_text(tensor: dos.reports.TensorDifference) -> str:
 
 
 def _value_text(value: dos.reports.ValueDifference) -> str:
+    """Return both sides of a value, or nothing if they do not fit on a line."""
     if not value.is_known:
         return "needs --trust-pickle to be shown"
     text = f"{_shown(value.value)} -> {_shown(value.other_value)}"
-    return text if len(text) <= _MOST_OF_A_VALUE and "\n" not in text else ""
+    return text if len(text) <= _MOST_TEXT and "\n" not in text else ""
 
 
 def _plain(value: object) -> Any:
@@ -111,6 +114,7 @@ def _plain(value: object) -> Any:
 
 
 def _shown(value: object) -> str:
+    """Return a value as Python writes it, or what type it is if it is too large."""
     try:
         return repr(value) if _is_small(value) else f"<{type(value).__name__}, too large to show>"
     except ValueError:  # Python writes no number of thousands of digits
@@ -122,11 +126,12 @@ def _is_small(value: object) -> bool:
 
     A few nested lists can stand for more parts than there is memory for.
     """
-    waiting, count = [value], 0
+    waiting, count = [value], 0  # parts to count, and those counted
     while waiting and count < _MOST_PARTS:
         current = waiting.pop()
         if isinstance(current, Mapping):
-            waiting += [part for entry in islice(current.items(), _MOST_PARTS) for part in entry]
+            for key_and_value in islice(current.items(), _MOST_PARTS):
+                waiting += key_and_value
         elif isinstance(current, list | tuple | set | frozenset | deque):
             waiting += islice(current, _MOST_PARTS)
         count += 1

@@ -16,6 +16,7 @@ from dcp_objstore.cli.terminal import coloured, columns, json_text, say, wrapped
 if TYPE_CHECKING:
     from dcp_objstore.doctor import Finding, Status
 
+# The word for each status, and its colour.
 _SHOWN: dict[Status, tuple[str, str | None]] = {
     "ok": ("ok", "green"),
     "warning": ("warning", "yellow"),
@@ -55,9 +56,9 @@ def diagnose(
         sys.stdout.flush()
     with closing(check_up(url, chosen())) as stream:
         for finding in stream:
-            findings.append(finding)
             if not as_json:
                 _print(finding, findings)
+            findings.append(finding)
     ok = not _checks(findings, "failed")
     if as_json:
         checks = [dataclasses.asdict(finding) for finding in findings]
@@ -68,11 +69,15 @@ def diagnose(
         sys.exit(_FAILED_STATUS)
 
 
-def _print(finding: Finding, so_far: list[Finding]) -> None:
-    if finding.status == "not made" and len(so_far) > 1:
-        before = so_far[-2]
-        if (finding.text, finding.advice) == (before.text, before.advice):
-            return  # the summary names all checks that could not be made for the same reason
+def _print(finding: Finding, earlier: list[Finding]) -> None:
+    """Print a finding as rows of the table.
+
+    Several checks in turn that could not be made for one reason are one row; the summary names all.
+    """
+    if finding.status == "not made" and earlier:
+        reasons = {(one.text, one.advice) for one in (earlier[-1], finding)}
+        if len(reasons) == 1:
+            return
     word, colour = _SHOWN[finding.status]
     indent = " " * (_NAME_WIDTH + _STATUS_WIDTH)
     width = max(columns() - len(indent), _LEAST_TEXT_WIDTH)
@@ -92,6 +97,7 @@ def _print(finding: Finding, so_far: list[Finding]) -> None:
 
 
 def _checks(findings: list[Finding], status: Status) -> list[str]:
+    """Return the names of the checks with this status."""
     return [finding.check for finding in findings if finding.status == status]
 
 

@@ -60,11 +60,11 @@ def fail(text: str, status: int = _UNEXPECTED, notes: Sequence[str] = ()) -> NoR
     On a terminal the lines of the text stay.
     """
     lines = text.splitlines() if sys.stderr.isatty() else [one_line(text)]
-    say(*lines, *_lines(notes), lead="dcp-objstore: ", to_errors=True)
+    say(*lines, *_split(notes), lead="dcp-objstore: ", to_errors=True)
     sys.exit(status)
 
 
-def _lines(notes: Sequence[str]) -> list[str]:
+def _split(notes: Sequence[str]) -> list[str]:
     return [line for note in notes for line in note.splitlines()]
 
 
@@ -95,7 +95,7 @@ def exits() -> Iterator[None]:
         notes = getattr(error, "__notes__", ())
         number, name = error.args if isinstance(error, _Ended) else (signal.SIGINT, "Ctrl-C")
         with suppress(OSError):  # after SIGHUP, the terminal is gone
-            say(f"dcp-objstore: ended by {name}", *_lines(notes), to_errors=True)
+            say(f"dcp-objstore: ended by {name}", *_split(notes), to_errors=True)
         sys.exit(128 + number)
     except OSError as error:
         # The reader of the output has gone, or its disk is full; nothing more can be written, not
@@ -111,24 +111,26 @@ def exits() -> Iterator[None]:
 
 
 def _propose(error: DcpObjstoreError, url: str) -> None:
-    """Add the URLs most like this one, if nothing is there. A bounded listing of each prefix above.
+    """Add to an error, of a URL at which nothing is, the URLs most like it that exist.
 
-    The nearest prefix at which something is decides.
+    Lists each prefix above in turn, in bounds, and ends at the first one that has folders.
     """
     from difflib import get_close_matches  # imported here, so that --help stays quick
 
     from dcp_objstore.stores import StoreSpec
 
-    names: set[str] = set()
+    folders: set[str] = set()
     spec = StoreSpec(url, chosen())
     above, name = spec.parent()
-    while above is not None and not names:
+    while above is not None and not folders:
         keys = (meta.key for meta in islice(above.open().list(), _MOST_KEYS))
-        names.update(key.partition("/")[0] for key in keys if "/" in key)
-        near = [] if name in names else get_close_matches(name, sorted(names))
-        if near:
+        folders.update(key.partition("/")[0] for key in keys if "/" in key)
+        # If there is a folder of that name, it is not the name that is wrong.
+        similar = [] if name in folders else get_close_matches(name, sorted(folders))
+        if similar:
+            # Of file:///tmp/rnu/step-10, with rnu for run: /step-10.
             below = spec.url[len(above.url) + 1 + len(name) :]
-            urls = [f"'{above.child(one).url}{below}'" for one in near]
+            urls = [f"'{above.child(folder).url}{below}'" for folder in similar]
             add_advice(error, f"did you mean {' or '.join(urls)}?")
         above, name = above.parent()
 

@@ -80,7 +80,7 @@ def follow(
         storage_options=chosen(),
     )
     words = None if command is None else _words(command)
-    failed = 0
+    first_failure = 0  # the exit status of a command
     with closing(following) as steps:
         for step in steps:
             if as_json:
@@ -89,15 +89,15 @@ def follow(
                 say(step.url)
                 sys.stdout.flush()
             status = 0 if words is None else _run(words, step)
-            failed = failed or status
+            first_failure = first_failure or status
             if status and not keep_going:
                 break
-    if failed:
-        sys.exit(failed)
+    if first_failure:
+        sys.exit(first_failure)
 
 
 def _step(text: str | None) -> int | str | None:
-    """Return the number or the name of a step."""
+    """Return the number or the name of a step: 40 for "40", "step-40" for "step-40"."""
     return int(text) if text is not None and text.isdecimal() else text
 
 
@@ -106,7 +106,7 @@ def _print_json(step: dos.reports.ListedCheckpoint) -> None:
 
 
 def _words(command: str) -> list[str]:
-    """Split a command as a shell does."""
+    """Split a command as a shell does; without a placeholder, {url} becomes its last word."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -118,11 +118,11 @@ def _words(command: str) -> list[str]:
 
 def _run(words: Sequence[str], step: dos.reports.ListedCheckpoint) -> int:
     """Run a command for a step, and return its exit status as a shell has it."""
-    named = [_PLACEHOLDER.sub(lambda found: str(getattr(step, found[1])), word) for word in words]
+    command = [_PLACEHOLDER.sub(lambda name: str(getattr(step, name[1])), word) for word in words]
     try:
-        process = subprocess.Popen(named)
+        process = subprocess.Popen(command)
     except OSError as error:
-        fail(f"--exec {named[0]}: {error.strerror}", 2)
+        fail(f"--exec {command[0]}: {error.strerror}", 2)
     with process:
         try:
             status = process.wait()
@@ -131,5 +131,5 @@ def _run(words: Sequence[str], step: dos.reports.ListedCheckpoint) -> int:
             process.wait()
             raise
     if status:
-        say(f"dcp-objstore: {step.url}: {named[0]} ended with {status}", to_errors=True)
-    return status if status >= 0 else 128 - status
+        say(f"dcp-objstore: {step.url}: {command[0]} ended with {status}", to_errors=True)
+    return status if status >= 0 else 128 - status  # -9: SIGKILL has ended it

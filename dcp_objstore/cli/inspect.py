@@ -43,19 +43,22 @@ def inspect(
 
 
 def _dtype(entry: _Entry) -> str:
+    """Return what the column "dtype" has, which is also what totals are by."""
     return entry.dtype_name if isinstance(entry, dos.reports.TensorEntry) else "value"
 
 
 def _described(entry: _Entry) -> dict[str, object]:
-    described: dict[str, object] = {"key": entry.key, "bytes": entry.nbytes}
+    """Return what `--json` prints of an entry."""
+    fields: dict[str, object] = {"key": entry.key, "bytes": entry.nbytes}
     if isinstance(entry, dos.reports.TensorEntry):
-        described["dtype"] = _dtype(entry)
-        described["shape"] = list(entry.shape)
-        described["shards"] = len(entry.chunks)
-    return described
+        fields["dtype"] = _dtype(entry)
+        fields["shape"] = list(entry.shape)
+        fields["shards"] = len(entry.chunks)
+    return fields
 
 
 def _left_out(checkpoint: dos.Checkpoint) -> Mapping[str, LeftOut]:
+    """Return how many frozen tensors the save did not store, by module (`dos.trainable`)."""
     from dcp_objstore.checkpoint.marker import left_out_of
 
     return left_out_of(checkpoint.user_metadata or {})
@@ -119,23 +122,22 @@ def _tree_lines(module: _Module, indent: str) -> Iterator[tuple[str, str, str, s
             # A small value is mostly the archive around it.
             yield "-" if entry.nbytes < 4096 else size, "value", "", f"{indent}{part}"
     for _, group in groupby(module.modules.items(), _kind):
-        alike = list(group)
-        total_bytes = sum(child.total_bytes for _, child in alike)
-        part, first = alike[0]
-        if len(alike) > 1:
-            last_part, _ = alike[-1]
-            part = f"{part} ... {last_part} ({len(alike)} alike)"
-        yield size_text(total_bytes), "", "", f"{indent}{part}"
-        yield from _tree_lines(first, f"{indent}  ")
+        alike = dict(group)
+        total_bytes = sum(child.total_bytes for child in alike.values())
+        first, *_, last = [*alike, *alike]  # the same, if it is only one
+        name = first if len(alike) == 1 else f"{first} ... {last} ({len(alike)} alike)"
+        yield size_text(total_bytes), "", "", f"{indent}{name}"
+        yield from _tree_lines(alike[first], f"{indent}  ")
 
 
-def _kind(named: tuple[str, _Module]) -> object:
+def _kind(part_and_module: tuple[str, _Module]) -> object:
     """Return what neighbours must have in common to be shown once: all but their numbers."""
-    part, module = named
+    part, module = part_and_module
     return _structure(module) if part.isdecimal() else part
 
 
 def _structure(module: _Module) -> tuple[object, ...]:
+    """Return all of a module but its name and values: equal ones are printed alike."""
     entries = tuple(
         (part, _dtype(entry), entry.shape, len(entry.chunks))
         if isinstance(entry, dos.reports.TensorEntry)

@@ -10,6 +10,7 @@ import typer
 from dcp_objstore.checkpoint.names import natural_order
 from dcp_objstore.cli.options import JsonLines
 from dcp_objstore.cli.terminal import age, aligned, json_text, say
+from dcp_objstore.config import Local
 from dcp_objstore.observe.report import counted, size_text
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ def print_runs(folder: Folder, as_json: JsonLines = False) -> None:
     Shows their checkpoints, the copies that a save is writing or a killed one has left, and whether
     a process that has used them is alive. Nothing is changed.
     """
-    from dcp_objstore.config import Local
     from dcp_objstore.local.folder import local_runs
 
     local = Local(folder)
@@ -48,7 +48,6 @@ def remove_runs(folder: Folder, as_json: JsonLines = False) -> None:
 
     The store has everything, so no checkpoint is lost: the next job reads it from there.
     """
-    from dcp_objstore.config import Local
     from dcp_objstore.local.folder import remove_local_runs
 
     local = Local(folder)

@@ -20,10 +20,7 @@ _FIGURES = {"size", "ranks"}  # columns that are aligned to the right
 _Line: TypeAlias = tuple[str, ...]
 
 
-def print_checkpoints(
-    url: CheckpointOrRun,
-    as_json: JsonLines = False,
-) -> None:
+def print_checkpoints(url: CheckpointOrRun, as_json: JsonLines = False) -> None:
     """List the checkpoint at a URL, and those below it.
 
     A save that was never committed is listed, too, with the state "not committed". Nothing is ever
@@ -39,11 +36,12 @@ def print_checkpoints(
     else:
         say(listing.url)
         _print_table(list(_lines(listing)))
-        left = [one.total_bytes for one in listing.checkpoints if one.state == "deleted"]
-        if sum(left):
-            count = counted(sum(map(bool, left)), "deleted checkpoint")
+        deleted_bytes = [one.total_bytes for one in listing.checkpoints if one.state == "deleted"]
+        if sum(deleted_bytes):
+            # Of those that were removed nothing is left.
+            count = counted(sum(map(bool, deleted_bytes)), "deleted checkpoint")
             say(
-                f"{size_text(sum(left))} of {count} left, which dcp-objstore sweep"
+                f"{size_text(sum(deleted_bytes))} of {count} left, which dcp-objstore sweep"
                 f" '{listing.url}' removes a day after the deletion"
             )
     if listing.unread:
@@ -93,11 +91,11 @@ def _notes(entry: dos.reports.ListedCheckpoint) -> str:
     """Return the text of the last column: what it is, pins, metrics and the other metadata."""
     if entry.is_fence:
         return "never committed: a fence"
-    notes = dict(entry.user_metadata)
-    metrics = notes.pop("metrics", {})
-    named = metrics if isinstance(metrics, dict) else {"metrics": metrics}
-    notes.pop("step", None)  # the name says it
-    shown = ", ".join(f"{name} {_figure(value)}" for name, value in {**named, **notes}.items())
+    others = dict(entry.user_metadata)
+    metrics = others.pop("metrics", {})  # a dict if a manager saved it; users may save anything
+    by_name = metrics if isinstance(metrics, dict) else {"metrics": metrics}
+    others.pop("step", None)  # the name says it
+    shown = ", ".join(f"{name} {_figure(value)}" for name, value in {**by_name, **others}.items())
     pinned = f"pinned: {', '.join(entry.pins)}" if entry.pins else ""
     return "; ".join(filter(None, (pinned, shown)))
 

@@ -74,13 +74,13 @@ def _pick_ports() -> dict[str, int]:
     They lie below the kernel's range for outgoing connections.
     """
     names = [f"{service}.port{kind}" for service in _SERVICES for kind in ("", ".grpc")]
-    ports: dict[str, int] = {}
+    free: list[int] = []
     for port in random.SystemRandom().sample(range(10_000, 32_000), 2000):
-        with socket.socket() as probe, contextlib.suppress(OSError):
+        with socket.socket() as probe, contextlib.suppress(OSError):  # another process has it
             probe.bind((_HOST, port))
-            ports[names[len(ports)]] = port
-        if len(ports) == len(names):
-            return ports
+            free.append(port)
+        if len(free) == len(names):
+            return dict(zip(names, free, strict=True))
     raise errors.StoreUnavailableError(f"no {len(names)} free ports on {_HOST}")
 
 
@@ -237,7 +237,10 @@ class SeaweedServer:
             raise
 
     def _end(self, word: bytes) -> None:
-        """Write a word to the guardian, or nothing, and wait for its end and the server's."""
+        """Write a word to the guardian, or nothing, and wait for its end and the server's.
+
+        After any word it keeps the data.
+        """
         if self._guardian is not None:
             self._guardian.communicate(word)
             self._guardian = None

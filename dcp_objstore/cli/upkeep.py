@@ -135,6 +135,9 @@ def _print(report: object, *, as_json: bool) -> None:
 
 
 def _print_how(command: list[str]) -> None:
-    before = [word for name, value in chosen().items() for word in (f"--{name}", value)]
+    """Print the command that does what a dry run has shown, with the options before its name."""
+    words = ["dcp-objstore"]
+    for name, value in chosen().items():
+        words += [f"--{name}", value]
     say("nothing was changed; to do it:")
-    say(f"  dcp-objstore {shlex.join([*before, *command])} --yes")
+    say(f"  {shlex.join([*words, *command])} --yes")

@@ -47,7 +47,7 @@ def verify(
     reports: Iterable[dos.reports.VerifyReport]
     if run:
         reports = dos.verify_run(url, quick=quick, deep=deep, storage_options=chosen())
-    else:
+    else:  # as `Checkpoint.verify`, but damage to marker and index is reported, too
         from dcp_objstore.inspect.verify import verify_at
         from dcp_objstore.observe.dispatch import EventSettings
         from dcp_objstore.stores import StoreSpec

@@ -80,7 +80,7 @@ def assert_proved(output: str, ranks: int, resume: int) -> None:
 
 
 def test_the_demo_keeps_its_promises(scratch, monkeypatch):
-    """In this process, and with ranks from the fork server of all tests: to import torch takes 8 s."""
+    """In this process, with ranks from the fork server of all tests: torch is imported already."""
     warm_up(PRELOAD)
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     done = run_here("demo", "--ranks", "2", "--resume-ranks", "1")
@@ -198,8 +198,8 @@ def fails(prove: Callable[..., None], *args: object) -> bool:
     return False
 
 
-def ended(how: Any, **said: Any) -> Ended:
-    return Ended(how, said, "the end of its output")
+def ended(outcome: Any, **notes: Any) -> Ended:
+    return Ended(outcome, notes, "the end of its output")
 
 
 class Alone:
@@ -241,16 +241,16 @@ def test_losses_that_do_not_go_on_are_no_resume(told):
 def test_a_rank_that_fails_otherwise_than_by_the_kill_ends_the_demo_with_its_output(told):
     typed, killed = RankFailedError("rank 1 has ended"), -signal.SIGKILL
     crew = cast(Any, told.crew)
-    for hows, torn, failed in (
+    for outcomes, torn, failed in (
         ([typed, killed], True, None),
         ([None, None], False, None),
         ([typed, "ImportError('x')"], True, 1),
         ([None, 1], False, 1),
         ([typed, None], False, 0),
     ):
-        crew.run = lambda *_, hows=hows, **__: [ended(how) for how in hows]
+        crew.run = lambda *_, outcomes=outcomes, **__: [ended(one) for one in outcomes]
         if failed is None:
-            assert [one.how for one in told.job(2, torn=torn)] == hows
+            assert [one.outcome for one in told.job(2, torn=torn)] == outcomes
             continue
         with pytest.raises(DemoFailedError, match=f"rank {failed} ended with") as caught:
             told.job(2, torn=torn)
@@ -302,11 +302,11 @@ def test_digests_see_every_bit_and_every_value():
     assert of(shape=(2, 2))["model.w"] != plain["model.w"]
 
 
-def fail_as(device: torch.device, said: dict[str, Any], errors: list[BaseException]) -> None:
+def fail_as(device: torch.device, notes: dict[str, Any], errors: list[BaseException]) -> None:
     import torch.distributed as dist
 
     rank = dist.get_rank()
-    said["rank"] = rank, str(device)
+    notes["rank"] = rank, str(device)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     raise errors[rank]
@@ -318,12 +318,12 @@ def test_how_a_rank_ended_is_known_whatever_ended_it():
     warm_up(PRELOAD)  # all ranks of this process are forked from one server
     crew, errors = Crew(3, "cpu"), [TypeError("a"), CheckpointNotFoundError("b")]
     first, second, third = crew.run(3, fail_as, errors)
-    assert first.how == "TypeError('a')"
+    assert first.outcome == "TypeError('a')"
     assert "Traceback" in first.log
-    assert isinstance(second.how, CheckpointNotFoundError)
-    assert third.how == -signal.SIGKILL
-    assert [one.said["rank"] for one in (first, second)] == [(0, "cpu"), (1, "cpu")]
-    assert third.said == {}
+    assert isinstance(second.outcome, CheckpointNotFoundError)
+    assert third.outcome == -signal.SIGKILL
+    assert [one.notes["rank"] for one in (first, second)] == [(0, "cpu"), (1, "cpu")]
+    assert third.notes == {}
 
 
 @pytest.mark.parametrize(
