@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import importlib.util
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -161,14 +162,12 @@ def test_a_checksum_that_a_transport_cannot_send_is_refused_with_what_to_do(monk
     for algorithm in ("CRC32", "CRC32C"):
         with pytest.raises(ConfigError, match="transport 'boto3'"):
             opened("native", algorithm)
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name, *a: None if name == "awscrt" else real(name, *a)
-    )
-    for algorithm in OF_AWSCRT:
-        with pytest.raises(ConfigError, match=r"pip install 'botocore\[crt\]'"):
-            opened("boto3", algorithm)
-    opened("boto3", "CRC32")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "awscrt", None)
+        assert Checksums("CRC32").beginning
+        for algorithm in OF_AWSCRT:
+            with pytest.raises(ConfigError, match=r"pip install 'botocore\[crt\]'"):
+                Checksums(algorithm)
     monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "MD5")
     with pytest.raises(ConfigError, match="MD5"):
         open_store("s3://b", {**KEY, "transport": "boto3"}, ONCE)
@@ -183,7 +182,7 @@ def test_boto3_sends_aws_a_checksum_by_default_where_it_can(monkeypatch):
     monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "sha256")
     assert checksums_for(parse(S3Options, {}), other).beginning == {"ChecksumAlgorithm": "SHA256"}
     monkeypatch.delenv("AWS_CHECKSUM_ALGORITHM")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None)
+    monkeypatch.setitem(sys.modules, "awscrt", None)
     assert checksums_for(S3Options(), None).beginning == {}
 
 

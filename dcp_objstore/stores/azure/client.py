@@ -46,25 +46,27 @@ def azure_factory(url: StoreUrl, options: AzureOptions, credentials: Credentials
     if endpoint is not None:
         config["endpoint"] = endpoint
     server = endpoint or f"https://{account}.blob.core.windows.net"
-    place = f"{server}/{url.bucket}"
+    container_url = f"{server}/{url.bucket}"
     provider, copier = credentials.provider, None
     # Without a provider obstore finds credentials by itself.
-    sign = unsigned(place) if credentials.anonymous else None
+    sign = unsigned(container_url) if credentials.anonymous else None
     if provider is not None:
-        sign = partial(_signed, place, provider)
-    # A shared access signature would have to be in the URL of the source, which is kept among the
-    # properties of the copy. (`provider()` sends a request only if the credentials can be renewed.)
-    if provider is not None and (credentials.renew is not None or "sas_token" not in provider()):
-        copier = Copier(server, partial(azure_headers, account, provider), azure_steps)
+        sign = partial(_signed_get, container_url, provider)
+        # What can be renewed are tokens. They are not asked for here, which may take a request.
+        has_signature = credentials.renew is None and "sas_token" in provider()
+        # A shared access signature would have to be in the URL of the source, which is kept among
+        # the properties of the copy.
+        if not has_signature:
+            copier = Copier(server, partial(azure_headers, account, provider), azure_steps)
     make = new_client_of(AzureStore, config, credentials, endpoint=endpoint, verify=options.verify)
     return ClientFactory(make, endpoint, sign, ordered=False, copier=copier)
 
 
-def _signed(place: str, provider: Callable[[], Any], client: Any, key: str) -> SignedGet:
+def _signed_get(container: str, provider: Callable[[], Any], client: Any, key: str) -> SignedGet:
     """Return the GET of a key, signed as its credentials allow: by key, signature or token.
 
     Args:
-        place: the URL of the container.
+        container: the URL of the container.
         provider: a function that returns the credentials.
         client: a client of obstore.
         key: the object's key in the container.
@@ -72,28 +74,32 @@ def _signed(place: str, provider: Callable[[], Any], client: Any, key: str) -> S
     Raises:
         LaneError: the key has characters that obstore does not sign as Azure does.
     """
-    token, name = provider(), quoted(key)
-    if "access_key" in token:
-        if name != key:
-            # obstore 0.12 signs the key as it is in the URL; Azure checks it as it is.
+    secret, quoted_key = provider(), quoted(key)
+    key_url = f"{container}/{quoted_key}"
+    if "access_key" in secret:
+        if quoted_key != key:
+            # obstore 0.12 signs the key as it stands in the URL; Azure checks it unquoted.
             raise LaneError("a key with such characters is not signed as Azure does")
         return signed_url(client, key)
-    if "sas_token" in token:
-        return SignedGet(f"{place}/{name}?{token['sas_token']}")
-    return with_token(f"{place}/{name}", token, {"x-ms-version": AZURE_VERSION})
+    if "sas_token" in secret:
+        return SignedGet(f"{key_url}?{secret['sas_token']}")
+    return with_token(key_url, secret, {"x-ms-version": AZURE_VERSION})
 
 
 def azure_steps(
     copier: Copier, ask: Ask, source: StoreUrl, target: StoreUrl, head: Message
 ) -> Steps:
-    """Copy by "Copy Blob"; wait where Azure has only begun, and abort what is given up."""
+    """Copy by "Copy Blob"; wait where Azure has only begun, and abort what is given up.
+
+    The progress is "4/10": the bytes that are copied, and all. See `copies.Steps`.
+    """
     condition = {"x-ms-source-if-match": head["ETag"]}
     url = copier.server + path_of(source)
     answer, _ = ask("PUT", path_of(target), {"x-ms-copy-source": url, **condition})
     try:
         while (status := answer["x-ms-copy-status"]) != "success":
             yield int(answer.get("x-ms-copy-progress", "0").partition("/")[0]), True
-            if status != "pending":
+            if status != "pending":  # `failed` or `aborted`
                 raise StoreUnavailableError(f"Azure's copy is not a success: {status}")
             answer, _ = ask("HEAD", path_of(target), {})
     except BaseException:
@@ -109,21 +115,29 @@ def azure_headers(
     provider: Callable[[], Any],
     method: str,
     url: str,
-    asked: Mapping[str, str],
+    more: Mapping[str, str],
 ) -> Mapping[str, str]:
-    """Sign a request to Azure with the account's key or an access token.
+    """Return the headers of a request to Azure, signed with the account's key or a token.
 
     Both hold for the source of a copy in the same account, too. ("Authorize with Shared Key"; of
     the headers that would be signed, only Azure's own are sent.)
+
+    Args:
+        account: the storage account.
+        provider: a function that returns the credentials.
+        method: the method of the request.
+        url: its URL.
+        more: further headers of Azure that it has.
     """
     credentials = provider()
-    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": AZURE_VERSION, **asked}
+    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": AZURE_VERSION, **more}
     if "access_key" not in credentials:
         return {**headers, "Authorization": f"Bearer {credentials['token']}"}
     parts = urlsplit(url)
-    named = "".join(f"{name}:{value}\n" for name, value in sorted(headers.items()))
-    query = "".join(f"\n{name}:{value}" for name, value in sorted(parse_qsl(parts.query)))
-    text = method + 12 * "\n" + f"{named}/{account}{parts.path}{query}"
+    header_lines = "".join(f"{name}:{value}\n" for name, value in sorted(headers.items()))
+    query_lines = "".join(f"\n{name}:{value}" for name, value in sorted(parse_qsl(parts.query)))
+    # Eleven lines for headers that are not sent (Content-Length, Range…) are empty.
+    text = method + 12 * "\n" + f"{header_lines}/{account}{parts.path}{query_lines}"
     digest = hmac.digest(base64.b64decode(credentials["access_key"]), text.encode(), "sha256")
     signature = base64.b64encode(digest).decode()
     return {**headers, "Authorization": f"SharedKey {account}:{signature}"}

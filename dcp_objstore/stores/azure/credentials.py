@@ -36,14 +36,14 @@ _EMULATOR = (
     "AccountName=devstoreaccount1;AccountKey=Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVEr"
     "Cz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==;BlobEndpoint=http://127.0.0.1:10000/devstoreaccount1"
 )
-# One of these is enough, and what obstore calls it.
-_KEYS = {
+# Variables of which one is enough, and obstore's name for what it holds.
+_SECRETS = {
     "AZURE_STORAGE_TOKEN": "token",
     **dict.fromkeys(AzureOptions.option("account_key").environment, "access_key"),
     **dict.fromkeys(AzureOptions.option("sas_token").environment, "sas_token"),
 }
-# With all variables of one of these it asks Azure AD for tokens.
 _APPLICATION = ("client_id", "client_secret", "tenant_id")
+# With all variables of one of these, obstore asks Azure AD for tokens.
 _IDENTITIES = (
     *zip(*(AzureOptions.option(name).environment for name in _APPLICATION), strict=True),
     ("AZURE_FEDERATED_TOKEN_FILE", "AZURE_CLIENT_ID", "AZURE_TENANT_ID"),
@@ -71,12 +71,14 @@ def find_azure_credentials(options: AzureOptions, stripped: tuple[str, ...] = ()
     """
     from_options = _from_options(options)
     if options.client_secret is None and "client_secret" not in stripped:
-        idle = [name for name in ("client_id", "tenant_id") if getattr(options, name) is not None]
-        if idle:
+        unused = [name for name in ("client_id", "tenant_id") if getattr(options, name) is not None]
+        if unused:
             raise ConfigError(
-                f"{', '.join(map(repr, idle))} in storage_options have no effect without"
+                f"{', '.join(map(repr, unused))} in storage_options have no effect without"
                 " 'client_secret'; pass a 'credential' of azure-identity"
             )
+    # The settings of a connection string. That of the environment counts only where options name
+    # no credentials: with them, another account may be meant.
     parts = {}
     if options.connection_string is not None:
         parts = _connection_parts(options.connection_string)
@@ -106,7 +108,10 @@ def find_azure_credentials(options: AzureOptions, stripped: tuple[str, ...] = ()
 
 
 def _from_options(options: AzureOptions) -> Credentials | None:
-    """Read explicit options; None where only a connection string, or nothing, is given."""
+    """Return the credentials that the storage options name; None if they name none.
+
+    A connection string is read elsewhere, because it names the account, too.
+    """
     if options.anon:
         return ANONYMOUS
     if options.account_key is not None:
@@ -146,6 +151,7 @@ def _from_credential(credential: object) -> Credentials:
 
 
 def _from_connection(parts: Mapping[str, str]) -> Credentials | None:
+    """Return the credentials in the settings of a connection string; None without a string."""
     if "accountkey" in parts:
         return fixed_credentials("the connection string", access_key=parts["accountkey"])
     if "sharedaccesssignature" in parts:
@@ -154,9 +160,14 @@ def _from_connection(parts: Mapping[str, str]) -> Credentials | None:
 
 
 def _from_environment(endpoint: str | None) -> Credentials | None:
-    """Return the credentials of this machine, the first that there are; None if none."""
-    for name, kind in _KEYS.items():
-        if value := os.environ.get(name):
+    """Return the credentials of this machine, the first that there are; None if none.
+
+    Args:
+        endpoint: the endpoint that is named, which gets no token of the machine; None: Azure's.
+    """
+    for name, kind in _SECRETS.items():
+        value = os.environ.get(name)
+        if value:
             return fixed_credentials(
                 f"{name} in the environment", **{kind: value.removeprefix("?")}
             )
@@ -176,6 +187,11 @@ def _from_environment(endpoint: str | None) -> Credentials | None:
 
 
 def _identity(source: str, credential: Any) -> Credentials:
+    """Return credentials whose tokens an object of azure-identity gives; None: its default chain.
+
+    Raises:
+        CredentialsError: azure-identity is not installed.
+    """
     if not is_installed("azure.identity"):
         raise CredentialsError(f"'credential' needs azure-identity, not installed: {_INSTALL}")
     provider = Renewing(source, _of_azure_identity(credential), _ADVICE)
@@ -185,8 +201,8 @@ def _identity(source: str, credential: Any) -> Credentials:
 def _of_azure_identity(credential: Any) -> Callable[[bool], Mapping[str, Any]]:
     """Return what `Renewing` asks: an object of azure-identity, None for its default chain.
 
-    A new default chain has no cached tokens. The user's own object has no call that clears its
-    cache, so it gives what it believes is valid.
+    For other tokens than those before, a new default chain is made, which has none cached. The
+    user's own object has no call that clears its cache, so it gives what it believes is valid.
     """
     from obstore.auth.azure import AzureCredentialProvider
 
@@ -206,15 +222,18 @@ def _of_azure_identity(credential: Any) -> Callable[[bool], Mapping[str, Any]]:
 
 
 def _sas(source: str, token: str) -> Credentials:
-    """A shared access signature, which names its own end ("Create a service SAS": `se`)."""
+    """Return a shared access signature; the source says when it ends.
+
+    Its text has that time under `se` ("Create a service SAS").
+    """
     token = token.removeprefix("?")
-    ends = parse_qs(token).get("se")
-    until = f": a signature that ends at {ends[0]}" if ends else ""
+    end_times = parse_qs(token).get("se")
+    until = f": a signature that ends at {end_times[0]}" if end_times else ""
     return fixed_credentials(source + until, sas_token=token)
 
 
 def _connection_of_environment(account: str | None) -> dict[str, str]:
-    """Parse AZURE_STORAGE_CONNECTION_STRING, unless another account is named than its own."""
+    """Parse AZURE_STORAGE_CONNECTION_STRING; empty if `account` is another than its own."""
     text = AzureOptions.option("connection_string").from_environment()
     parts = _connection_parts(text) if text else {}
     return parts if account in (None, parts.get("accountname")) else {}
@@ -245,10 +264,13 @@ def _connection_parts(text: str) -> dict[str, str]:
 
 
 def _endpoint(options: AzureOptions, parts: Mapping[str, str]) -> str | None:
-    """The endpoint of the blob service, or None for the public cloud's."""
-    named = options.endpoint_url or parts.get("blobendpoint")
-    if named:
-        return named
+    """Return the endpoint of the blob service: of options, connection string, or environment.
+
+    None for that of the public cloud.
+    """
+    endpoint_url = options.endpoint_url or parts.get("blobendpoint")
+    if endpoint_url:
+        return endpoint_url
     suffix = parts.get("endpointsuffix", "core.windows.net")
     if parts and suffix != "core.windows.net" and "accountname" in parts:
         protocol = parts.get("defaultendpointsprotocol", "https")
@@ -257,7 +279,7 @@ def _endpoint(options: AzureOptions, parts: Mapping[str, str]) -> str | None:
 
 
 def _account_of(endpoint: str | None) -> str | None:
-    """The account in `https://account.blob.core.windows.net`."""
+    """Return the account in `https://account.blob.core.windows.net`; None if there is none."""
     host = (endpoint or "").rpartition("://")[2].partition("/")[0]
     account, _, rest = host.partition(".")
     return account if account and rest.startswith("blob.") else None

@@ -83,10 +83,10 @@ class AzureOptions(Schema):
     def check(self) -> None:
         """Raise `ConfigError` for options that contradict each other."""
         ways = ("account_key", "sas_token", "connection_string", "credential", "client_secret")
-        chosen = [name for name in ways if getattr(self, name) is not None]
-        chosen += ["anon"] if self.anon else []
-        if len(chosen) > 1:
-            raise ConfigError(f"choose one of {', '.join(map(repr, chosen))} in storage_options")
+        ways_used = [name for name in ways if getattr(self, name) is not None]
+        ways_used += ["anon"] if self.anon else []
+        if len(ways_used) > 1:
+            raise ConfigError(f"choose one of {', '.join(map(repr, ways_used))} in storage_options")
         if self.client_secret is not None:
             application = ("client_id", "tenant_id")
             missing = [repr(name) for name in application if getattr(self, name) is None]

@@ -24,7 +24,7 @@ from dcp_objstore.stores.errors import ErrorDetails, Failure, Meaning
 from dcp_objstore.stores.retries import Requests
 from dcp_objstore.stores.urls import StoreUrl
 
-# What the errors mean that libraries raise without a status.
+# The meaning of errors that libraries raise without a status: of those that are no answer.
 _BY_NAME: dict[str, type[DcpObjstoreError]] = {
     "google.TransportError": StoreUnavailableError,
     "google.GoogleAuthError": CredentialsError,
@@ -33,6 +33,7 @@ _BY_NAME: dict[str, type[DcpObjstoreError]] = {
     "paramiko.AuthenticationException": CredentialsError,
     "paramiko.SSHException": StoreUnavailableError,
 }
+# After these no connection was made.
 _UNREACHED = (
     "builtins.ConnectionRefusedError",
     "aiohttp.ClientConnectorError",
@@ -47,21 +48,19 @@ def read_fsspec(error: Exception) -> ErrorDetails:
     The status of the store's answer counts first, then a library's type, errno and builtin type.
     """
     status = _http_status(error)
-    kind = errors.kind_of_answer(status, None) or _kind(error)
-    text: str = str(error)
-    words: str | None = type(error).__name__
-    advice = None
+    kind = errors.kind_of_answer(status, None) or _kind_without_status(error)
+    text = str(error)
+    meaning = Meaning(kind, type(error).__name__)
     connected, timed_out = not is_from(error, *_UNREACHED), is_from(error, _LATE)
     if kind is StoreFullError:
-        text, words = getattr(error, "strerror", None) or text, None
+        # In the words of all stores, and without the path that is in an OSError's text.
+        text, meaning = getattr(error, "strerror", None) or text, Meaning(kind)
     elif kind is StoreUnavailableError and status is None and (timed_out or not connected):
-        advice = "check endpoint_url, that the server runs, and any proxy or firewall"
+        meaning = meaning._replace(
+            advice="check endpoint_url, that the server runs, and any proxy or firewall"
+        )
     return ErrorDetails(
-        text=text,
-        status=status,
-        meaning=Meaning(kind, words, advice),
-        connected=connected,
-        timed_out=timed_out,
+        text=text, status=status, meaning=meaning, connected=connected, timed_out=timed_out
     )
 
 
@@ -74,7 +73,7 @@ def is_from(error: BaseException, *names: str) -> bool:
 
 
 def _http_status(error: BaseException) -> int | None:
-    """The HTTP status in an error or what caused it, where it is."""
+    """Return the HTTP status in an error or what caused it; None if there is none."""
     for cause in errors.causes(error):
         if type(cause).__module__ == "aiohttp.http_exceptions":
             continue  # its codes are its own: 400 for a body that was cut off
@@ -86,13 +85,13 @@ def _http_status(error: BaseException) -> int | None:
             (answer, "status_code"),  # requests, huggingface_hub
         ):
             value = getattr(holder, name, None)
-            if isinstance(value, int) and 300 <= value < 600:
+            if isinstance(value, int) and 300 <= value < 600:  # else another library's code
                 return value
     return None
 
 
-def _kind(error: BaseException) -> type[DcpObjstoreError]:
-    """Return the type for an error without a status."""
+def _kind_without_status(error: BaseException) -> type[DcpObjstoreError]:
+    """Return the error of this package for one that has no status of an answer."""
     if type(error) is OSError and str(error).startswith("Forbidden"):
         return PermissionDeniedError  # what gcsfs makes of a 403
     kinds = (kind for name, kind in _BY_NAME.items() if is_from(error, name))
@@ -109,7 +108,7 @@ class Filesystems(Requests):
         url: a URL of the bucket; its prefix is not used.
         config: time-outs and retries.
         read: the filesystem for reads.
-        write: the filesystem for writes. It differs in its time-outs, where those are ours to set.
+        write: the filesystem for writes, which waits longer. Default: that for reads.
         endpoint_url: the server, where the filesystem has such an option.
         judge: a function that says what an error of the filesystems means.
     """

@@ -63,22 +63,25 @@ class FsspecStore(BaseStore[str]):
         from fsspec import AbstractFileSystem
 
         super().__init__(url, filesystems.endpoint_url)
-        self._filesystems = filesystems
         self._fs = filesystems.read
         self._root: str = self._fs._strip_protocol(str(url)).rstrip("/")
         kind = type(self._fs)
-        self._is_local = is_of(kind, "fsspec.LocalFileSystem")
+        is_local = is_of(kind, "fsspec.LocalFileSystem")
+        # Whether an object appears when its file is closed.
         self._writes_whole = is_of(kind, *_OBJECT_STORES)
-        self._is_known = self._is_local or self._writes_whole
-        # gcsfs creates an object on the condition `ifGenerationMatch=0`.
-        self._creates = self._is_local or is_of(kind, _GCSFS)
+        # Whether it is known how the filesystem writes, and that its times are right.
+        self._is_known = is_local or self._writes_whole
+        # Whether an object can be created on the condition that there is none: by a hard link, or
+        # by gcsfs's `ifGenerationMatch=0`.
+        self._creates = is_local or is_of(kind, _GCSFS)
+        # Whether it has a rename of its own; fsspec's copies and removes.
         self._renames = kind.mv is not AbstractFileSystem.mv
 
     @property
     def capabilities(self) -> Capabilities:
-        """Streams go in order. A create where the filesystem has an atomic one; no update.
+        """A create is claimed where the filesystem has an atomic one, an update nowhere.
 
-        Of a filesystem that we do not know, nothing that we could not see to is claimed.
+        Of an unknown filesystem nothing is claimed that cannot be seen to here.
         """
         return Capabilities(
             conditional_create=self._creates,
@@ -109,18 +112,18 @@ class FsspecStore(BaseStore[str]):
         retry: bool,  # noqa: ARG002  retries are the filesystem's own
     ) -> Version:
         """Return an empty version: nothing here is conditioned on one."""
-        absent = isinstance(precondition, IfAbsent)
-        if precondition is not None and not (absent and self._creates):
-            how = "create" if absent else "replace"
+        creates = isinstance(precondition, IfAbsent)
+        if precondition is not None and not (creates and self._creates):
+            how = "create" if creates else "replace"
             raise UnsupportedError(
                 f"{type(self._fs).__name__} cannot {how} an object conditionally"
             )
         body = b"".join(buffers)
-        if absent and self._writes_whole:
+        if creates and self._writes_whole:
             self._fs.pipe_file(place, body, mode="create")
         else:
             # An object store makes a single PUT of a body that does not fill a part.
-            self._fill(place, [body], len(body) + 1, absent=absent)
+            self._write(place, [body], len(body) + 1, creates=creates)
         return Version()
 
     def _put_stream(
@@ -130,12 +133,12 @@ class FsspecStore(BaseStore[str]):
         part_size_bytes: int,
         max_concurrency: int,  # noqa: ARG002  in order
     ) -> Version:
-        """Bytes are copied once, into the part being built."""
-        self._fill(place, map(b"".join, cut_parts(source, part_size_bytes)), part_size_bytes)
+        """Copy the bytes once, into parts that are sent one after the other."""
+        self._write(place, map(b"".join, cut_parts(source, part_size_bytes)), part_size_bytes)
         return Version()
 
     def _get(self, place: str, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
-        """Metadata are asked for before and after the body."""
+        """Ask for the metadata before and after the body, until both are of one state."""
         before = self._info(place)
         for _ in range(_GET_TRIES):
             meta = self._check_size(self._meta(place, before), max_size_bytes)
@@ -157,10 +160,17 @@ class FsspecStore(BaseStore[str]):
         with suppress(IsADirectoryError):  # the prefix of other keys, and no object
             self._fs.rm_file(place)
 
-    def _fill(
-        self, path: str, parts: Iterable[bytes], part_size_bytes: int, *, absent: bool = False
+    def _write(
+        self, path: str, parts: Iterable[bytes], part_size_bytes: int, *, creates: bool = False
     ) -> None:
-        """Write an object, which is not visible before it is whole if that can be."""
+        """Write an object, which is not visible before it is whole if that can be.
+
+        Args:
+            path: the path of the object.
+            parts: its bytes.
+            part_size_bytes: the size of each part but the last.
+            creates: whether it is an error if there is one already.
+        """
         if self._writes_whole:
             self._write_file(path, parts, part_size_bytes)
             return
@@ -169,21 +179,21 @@ class FsspecStore(BaseStore[str]):
         temporary = f"{parent}/{_OURS}{secrets.token_hex(8)}.tmp"
         try:
             self._write_file(temporary, parts, part_size_bytes)
-            self._move(temporary, path, absent=absent)
+            self._move(temporary, path, creates=creates)
         except BaseException:
             with suppress(FileNotFoundError):
                 self._fs.rm_file(temporary)
             raise
 
-    def _move(self, temporary: str, path: str, *, absent: bool) -> None:
-        """Put a temporary object in its place; with `absent`, only if there is none yet."""
-        if absent:
+    def _move(self, temporary: str, path: str, *, creates: bool) -> None:
+        """Put a temporary object in its place; with `creates`, only if there is none yet."""
+        if creates:
             self._fs.link(temporary, path)
         elif self._renames:
             if self._fs.isdir(path):  # some would move into it
                 raise IsADirectoryError("it is the prefix of other keys")
             self._fs.mv(temporary, path)
-            if self._fs.exists(temporary):
+            if self._fs.exists(temporary):  # WebHDFS does not say that it has not renamed
                 raise UnsupportedError(f"{type(self._fs).__name__} cannot replace an object")
             return
         else:
@@ -191,7 +201,7 @@ class FsspecStore(BaseStore[str]):
         self._fs.rm_file(temporary)
 
     def _write_file(self, path: str, parts: Iterable[bytes], part_size_bytes: int) -> None:
-        """Write an object; after an error, see that closing the file does not complete it."""
+        """Write an object under its path; after an error, complete no upload."""
         file = self._fs.open(path, "wb", block_size=part_size_bytes)
         try:
             for part in parts:
@@ -206,14 +216,16 @@ class FsspecStore(BaseStore[str]):
             raise
 
     def _meta(self, place: str, info: Mapping[str, Any]) -> ObjectMeta:
+        """Return the metadata in what a filesystem says of an object."""
         # Times of an unknown filesystem are not trusted: nothing there ever looks old.
         modified = _modified(info) if self._is_known else None
         size_bytes = int(info.get("size") or 0)
-        modified = modified or datetime.now(UTC)
+        # Some filesystems give paths with a slash at the front, others without.
         key = place.lstrip("/").removeprefix(f"{self._root}/".lstrip("/"))
-        return ObjectMeta(key, size_bytes, _version(info), modified)
+        return ObjectMeta(key, size_bytes, _version(info), modified or datetime.now(UTC))
 
     def _info(self, place: str) -> Mapping[str, Any]:
+        """Return what a filesystem says of an object; raise where there is none, or a folder."""
         self._fs.invalidate_cache()
         info: Mapping[str, Any] = self._fs.info(place)
         if info.get("type", "file") != "file":
@@ -221,6 +233,7 @@ class FsspecStore(BaseStore[str]):
         return info
 
     def _find(self, folder: str) -> Mapping[str, Mapping[str, Any]]:
+        """Return what a filesystem says of each object below a folder, by their paths."""
         self._fs.invalidate_cache()
         infos: Mapping[str, Mapping[str, Any]] = {}
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -238,7 +251,7 @@ class FsspecStore(BaseStore[str]):
             raise BucketNotFoundError(f"the bucket {bucket} does not exist") from error
 
     def _list(self, folder: str) -> Iterator[ObjectMeta]:
-        """The whole listing is in memory."""
+        """Yield the objects below a folder; the whole listing is in memory."""
         root = f"{self._root}/{folder}" if folder else self._root
         with self._errors(None):
             infos = self._find(root)
@@ -251,7 +264,10 @@ class FsspecStore(BaseStore[str]):
 
 
 def _version(info: Mapping[str, Any]) -> Version:
-    """Return all that distinguishes one state of an object from another."""
+    """Return all that distinguishes one state of an object from another.
+
+    A GCS generation is enough. Otherwise whatever of tags, size and time a filesystem gives.
+    """
     if info.get("generation") is not None:  # GCS
         return Version(None, str(info["generation"]))
     tags = [*(info.get(name) for name in _TAGS), _modified(info)]
@@ -259,7 +275,10 @@ def _version(info: Mapping[str, Any]) -> Version:
 
 
 def _modified(info: Mapping[str, Any]) -> datetime | None:
-    """Return when it was written; None if that is unknown."""
+    """Return when an object was written; None if that is unknown.
+
+    Filesystems give a `datetime`, with or without a time zone, seconds since 1970, or ISO 8601.
+    """
     value = next((info[name] for name in _TIMES if info.get(name) is not None), None)
     if isinstance(value, str):
         value = datetime.fromisoformat(value)

@@ -42,11 +42,11 @@ def gcs_factory(url: StoreUrl, options: GcsOptions, credentials: Credentials) ->
     # "HTTP headers" of the XML API: the project that is billed.
     headers = {"x-goog-user-project": options.payer} if options.payer else {}
     server = endpoint or "https://storage.googleapis.com"
-    place = f"{server}/{url.bucket}"
+    bucket_url = f"{server}/{url.bucket}"
     provider, copier = credentials.provider, None
-    sign = unsigned(place) if credentials.anonymous else None
+    sign = unsigned(bucket_url) if credentials.anonymous else None
     if provider is not None:
-        sign = partial(_with_token, place, provider, headers)
+        sign = partial(_get_with_token, bucket_url, provider, headers)
         copier = Copier(server, lambda *_: with_token("", provider(), headers).headers, gcs_steps)
     make = new_client_of(
         GCSStore, config, credentials, endpoint=endpoint, verify=options.verify, headers=headers
@@ -54,29 +54,40 @@ def gcs_factory(url: StoreUrl, options: GcsOptions, credentials: Credentials) ->
     return ClientFactory(make, endpoint, sign, copier=copier)
 
 
-def _with_token(
-    place: str, provider: Callable[[], Any], headers: Mapping[str, str], _client: Any, key: str
+def _get_with_token(
+    bucket_url: str, provider: Callable[[], Any], headers: Mapping[str, str], _client: Any, key: str
 ) -> SignedGet:
-    """Make a GET with a token: a signed URL takes a private key or another request."""
-    return with_token(f"{place}/{quoted(key)}", provider(), headers)
+    """Return the GET of a key with an access token.
+
+    obstore could sign a URL, but that takes a private key or one more request.
+    """
+    return with_token(f"{bucket_url}/{quoted(key)}", provider(), headers)
 
 
 def gcs_steps(_: Copier, ask: Ask, source: StoreUrl, target: StoreUrl, head: Message) -> Steps:
-    """Copy by "Objects: rewrite" of the JSON API; what takes long takes several requests."""
-    places = [f"b/{url.bucket}/o/{quote(url.prefix, safe='')}" for url in (source, target)]
-    path = f"/storage/v1/{'/rewriteTo/'.join(places)}"
+    """Copy by "Objects: rewrite" of the JSON API; see `copies.Steps`.
+
+    What takes long takes several requests, each with the token that the last answer gave.
+    """
+    paths = [f"b/{url.bucket}/o/{quote(url.prefix, safe='')}" for url in (source, target)]
+    path = f"/storage/v1/{'/rewriteTo/'.join(paths)}"
     path += f"?ifSourceGenerationMatch={head['x-goog-generation']}"
-    token, done = "", False
+    token_query, done = "", False
     while not done:
-        _headers, body = ask("POST", path + token, {})
+        _headers, body = ask("POST", path + token_query, {})
         answer = json.loads(body)
         done = answer["done"]
-        token = f"&rewriteToken={quote(answer.get('rewriteToken', ''), safe='')}"
+        token_query = f"&rewriteToken={quote(answer.get('rewriteToken', ''), safe='')}"
+        # There is an object under the key only once all of it is copied.
         yield int(answer["totalBytesRewritten"]), done
 
 
 def make_gcsfs(url: StoreUrl, options: GcsOptions, config: TransferConfig) -> Filesystems:
-    """Make a filesystem of gcsfs."""
+    """Make the filesystem of gcsfs that carries the requests to one bucket.
+
+    Raises:
+        ConfigError: certificates are named, or are not to be checked; gcsfs has no such option.
+    """
     if options.verify is not True:
         raise ConfigError("gcsfs has no 'verify'; use the native transport")
     import aiohttp

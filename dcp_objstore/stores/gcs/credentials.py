@@ -60,6 +60,7 @@ def find_gcs_credentials(options: GcsOptions, stripped: tuple[str, ...] = ()) ->
 
 
 def _find(options: GcsOptions, stripped: tuple[str, ...]) -> Credentials:
+    """Do what `find_gcs_credentials` does, without the advice."""
     token = options.token
     if options.anon or token == "anon":
         return ANONYMOUS
@@ -71,7 +72,7 @@ def _find(options: GcsOptions, stripped: tuple[str, ...]) -> Credentials:
 
 
 def _from_variables() -> Credentials | None:
-    """Read obstore's variables: a token, a key, or the path of one."""
+    """Read obstore's variables: a token, a key, or the path of one; None if none is set."""
     bearer = os.environ.get("GOOGLE_BEARER_TOKEN")
     if bearer:
         return fixed_credentials("GOOGLE_BEARER_TOKEN in the environment", token=bearer)
@@ -83,8 +84,13 @@ def _from_variables() -> Credentials | None:
     return _from_text(key, "the key in GOOGLE_SERVICE_ACCOUNT_KEY") if key else None
 
 
-def _from_defaults(base_url: str | None, stripped: tuple[str, ...]) -> Credentials:
-    """Return google-auth's application default credentials."""
+def _from_defaults(endpoint_url: str | None, stripped: tuple[str, ...]) -> Credentials:
+    """Return google-auth's application default credentials.
+
+    Args:
+        endpoint_url: the server, which gets no token of the metadata service; None for Google's.
+        stripped: names of options that were left behind when the spec was pickled.
+    """
     advice = (
         "run `gcloud auth application-default login`, set GOOGLE_APPLICATION_CREDENTIALS, or pass"
         " storage_options={'token': …} ({'anon': True} for a public bucket)"
@@ -96,9 +102,9 @@ def _from_defaults(base_url: str | None, stripped: tuple[str, ...]) -> Credentia
         from google.auth import compute_engine
 
         credentials, _ = google.auth.default(scopes=scopes)
-        if base_url is not None and isinstance(credentials, compute_engine.Credentials):
+        if endpoint_url is not None and isinstance(credentials, compute_engine.Credentials):
             raise CredentialsError(
-                f"no credentials for GCS at {base_url}, where no token of this machine is sent",
+                f"no credentials for GCS at {endpoint_url}, where no token of this machine is sent",
                 advice=advice,
             )
         return credentials
@@ -107,7 +113,10 @@ def _from_defaults(base_url: str | None, stripped: tuple[str, ...]) -> Credentia
 
 
 def _from_token(token: object) -> Credentials:
-    """Read any form of gcsfs's `token` but the names of its own ways to log in."""
+    """Read any form of gcsfs's `token` but the names of its own ways to log in.
+
+    A text is a key in JSON, or the path of one if there is such a file, or else an access token.
+    """
     what = "the key in storage_options['token']"
     if isinstance(token, Mapping):
         return _from_key(dict(token), what)
@@ -119,7 +128,7 @@ def _from_token(token: object) -> Credentials:
             )
         if token.lstrip().startswith("{"):
             return _from_text(token, what)
-        path = _existing(token)
+        path = _existing_file(token)
         if path is not None:
             return _from_file(path, "the key that storage_options['token'] names")
         if token.endswith(".json"):
@@ -137,8 +146,8 @@ def _from_token(token: object) -> Credentials:
 def _from_key(key: Mapping[str, Any], what: str) -> Credentials:
     """Read the content of a key; `what` names it in messages."""
     # gcsfs takes a user's refresh token without the type that gcloud writes with it.
-    guessed = "authorized_user" if "refresh_token" in key else "service_account"
-    kind = str(key.get("type") or guessed)
+    default_kind = "authorized_user" if "refresh_token" in key else "service_account"
+    kind = str(key.get("type") or default_kind)
     missing = [name for name in _FIELDS.get(kind, ()) if not isinstance(key.get(name), str)]
     if missing:
         raise CredentialsError(
@@ -151,29 +160,31 @@ def _from_key(key: Mapping[str, Any], what: str) -> Credentials:
         from google.oauth2 import credentials, service_account
 
         # A kind that has its own loader is loaded by that: Google advises against the general one.
-        user: Any = credentials.Credentials.from_authorized_user_info
-        service: Any = service_account.Credentials.from_service_account_info
-        general: Any = google.auth.load_credentials_from_dict
+        user: Any = credentials.Credentials
+        service: Any = service_account.Credentials
         if kind == "authorized_user":
-            return user(key, scopes)
+            return user.from_authorized_user_info(key, scopes)
         if kind == "service_account":
-            return service(key, scopes=scopes)
-        return general(key, scopes=scopes)[0]
+            return service.from_service_account_info(key, scopes=scopes)
+        return google.auth.load_credentials_from_dict(key, scopes=scopes)[0]  # type: ignore[no-untyped-call]
 
     return _from_google_auth(load, f"{what} ({kind})")
 
 
 def _from_file(path: Path, what: str) -> Credentials:
+    """Read a key from a file; `what` names it in messages."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        wrong = class_and_line(error)
+        reason = class_and_line(error)
     else:
         return _from_text(text, what)
-    raise CredentialsError(f"{what} cannot be read: {wrong}")
+    # Raised outside of the handler: see `class_and_line`.
+    raise CredentialsError(f"{what} cannot be read: {reason}")
 
 
 def _from_text(text: str, what: str) -> Credentials:
+    """Read a key from its text; `what` names it in messages."""
     try:
         content = json.loads(text)
     except ValueError:
@@ -183,8 +194,11 @@ def _from_text(text: str, what: str) -> Credentials:
     return _from_key(content, what)
 
 
-def _existing(token: str) -> Path | None:
-    """The file that a token names, if any; a token may be too long for a file name."""
+def _existing_file(token: str) -> Path | None:
+    """Return the file that a token names; None if it names none.
+
+    What is too long for a path, or has no home to put in for its `~`, names none.
+    """
     try:
         path = Path(token).expanduser()
         return path if path.is_file() else None
@@ -195,7 +209,16 @@ def _existing(token: str) -> Path | None:
 def _from_google_auth(
     load: Callable[[list[str]], Any], source: str, *, advice: str = _ADVICE
 ) -> Credentials:
-    """Read credentials by google-auth; `load` gets the scopes and imports what it needs."""
+    """Read credentials by google-auth.
+
+    Args:
+        load: a function that returns credentials of google-auth for scopes.
+        source: the place where they come from, in words for messages.
+        advice: what to do if they cannot be read.
+
+    Raises:
+        CredentialsError: google-auth is not installed, or cannot read them.
+    """
     if not is_installed("google.auth"):
         raise CredentialsError(
             f"{source}: google-auth, which reads them, is not installed: {_INSTALL}; or {advice}"
@@ -204,28 +227,33 @@ def _from_google_auth(
 
     try:
         credentials = load([_SCOPE])
+        # Each kind of credentials has one of these, or neither.
         names = ("service_account_email", "signer_email")
-        accounts = (getattr(credentials, name, None) for name in names)
-        provider = Renewing(source, partial(_ask, credentials), _ADVICE)
+        emails = (getattr(credentials, name, None) for name in names)
+        provider = Renewing(source, partial(_ask_google_auth, credentials), _ADVICE)
         return Credentials(
             source,
             provider,
             renew=provider.renew,
-            account_name=next(map(str, filter(None, accounts)), None),
+            account_name=next(map(str, filter(None, emails)), None),
         )
     except GoogleAuthError as error:
-        wrong = f"{source}: {error}"
+        failure = f"{source}: {error}"
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         # google-auth raises these for a file that is not a key; their text may quote one.
-        wrong = f"{source} cannot be used: {class_and_line(error)}"
+        failure = f"{source} cannot be used: {class_and_line(error)}"
     # Outside of the handler: its error may carry the whole key.
-    raise CredentialsError(wrong.removesuffix("."), advice=advice)
+    raise CredentialsError(failure.removesuffix("."), advice=advice)
 
 
-def _ask(credentials: Any, others: bool) -> Mapping[str, Any]:
+def _ask_google_auth(credentials: Any, others: bool) -> Mapping[str, Any]:
     """Return the token of google-auth's credentials; renew it only if it has ended, or soon will.
 
     obstore's own provider always renews, which credentials of a bare token cannot.
+
+    Args:
+        credentials: any credentials of google-auth.
+        others: whether the present token was refused, so that another is needed.
     """
     from google.auth.exceptions import GoogleAuthError
     from google.auth.transport.requests import Request
@@ -241,7 +269,7 @@ def _ask(credentials: Any, others: bool) -> Mapping[str, Any]:
 
 
 def _machine_credentials(scopes: list[str]) -> Any:
+    """Return credentials of google-auth that ask this machine's metadata service."""
     from google.auth import compute_engine
 
-    engine: Any = compute_engine
-    return engine.Credentials(scopes=scopes)
+    return compute_engine.Credentials(scopes=scopes)  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ from dcp_objstore.stores.options import (
     verify,
 )
 
-_EMULATOR = "STORAGE_EMULATOR_HOST"
+_EMULATOR = "STORAGE_EMULATOR_HOST"  # of Google's libraries: the emulator to use
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -73,8 +73,9 @@ class GcsOptions(Schema):
         Raises:
             ConfigError: the certificates to trust cannot be read.
         """
-        endpoint_url, emulator = self.or_environment("endpoint_url"), os.environ.get(_EMULATOR)
-        is_emulated = endpoint_url is not None and endpoint_url == emulator
+        endpoint_url = self.or_environment("endpoint_url")
+        is_emulated = endpoint_url is not None and endpoint_url == os.environ.get(_EMULATOR)
+        # Google's variable may be `host:port`.
         if endpoint_url is not None and is_emulated and "://" not in endpoint_url:
             endpoint_url = f"http://{endpoint_url}"
         return replace(

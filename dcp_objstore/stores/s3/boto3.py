@@ -98,23 +98,25 @@ class Boto3Store(S3Store):
             if "ContentLength" not in answer:
                 received = body.in_chunks(max_size_bytes)
                 return {**answer, "ContentLength": len(received)}, received
-            size_bytes = answer["ContentLength"]
-            into = bytearray(size_bytes) if size_bytes <= max_size_bytes else None
-            rest = memoryview(into or b"")
+            if answer["ContentLength"] > max_size_bytes:
+                return answer, None
+            received = bytearray(answer["ContentLength"])
+            rest = memoryview(received)
             while rest:
                 rest = rest[body.readinto(rest) :]
-        return answer, into
+            return answer, received
 
     def _range_source(self, place: Mapping[str, str]) -> RetriedSource:
-        return RetriedSource(self._clients, place["Key"], partial(self._ask, place))
+        return RetriedSource(self._clients, place["Key"], partial(self._open_body, place))
 
-    def _ask(self, target: Mapping[str, str], start: int, end: int) -> ReceivedBody:
+    def _open_body(self, target: Mapping[str, str], start: int, end: int) -> ReceivedBody:
+        """Ask for bytes `[start, end)` once; return the body, of which nothing is read yet."""
         client = self._clients.get("read")
         answer = client.get_object(**target, Range=f"bytes={start}-{end - 1}")
         try:
             check_range_answer(answer, start, end)
         except BaseException:
-            answer["Body"].close()
+            answer["Body"].close()  # or the pool would be a connection short
             raise
         return ReceivedBody(answer["Body"], Version.of(answer.get("ETag"), answer.get("VersionId")))
 
@@ -152,7 +154,7 @@ class Boto3Clients(S3Requests):
         style = settings.addressing_style or session.profile.addressing_style
         self._style = "virtual" if is_virtual(style, endpoint_url, url.bucket) else "path"
         self._lock = threading.Lock()
-        self._made: dict[Use, Any] = {}
+        self._clients: dict[Use, Any] = {}
         self.payer = {"RequestPayer": "requester"} if settings.requester_pays else {}
         self.sealing = settings.encryption
         super().__init__(config, judge_botocore, endpoint_url, url)
@@ -166,18 +168,18 @@ class Boto3Clients(S3Requests):
                 up sooner on a body that makes no progress.
         """
         with self._lock:
-            if use not in self._made:
-                self._made[use] = self._make(use)
-            return self._made[use]
+            if use not in self._clients:
+                self._clients[use] = self._new_client(use)
+            return self._clients[use]
 
-    def _make(self, use: Use) -> Any:
+    def _new_client(self, use: Use) -> Any:
         """Make a client of boto3 with the time-outs of a use."""
         import botocore
         from botocore.config import Config
 
         config, settings = self._config, self._settings
         seconds = config.request_timeout_seconds
-        if use == "read":
+        if use == "read":  # botocore counts this anew with each piece of a body that comes
             seconds = min(READ_PROGRESS_SECONDS, seconds)
         elif use == "small":
             seconds = self.small_timeout_seconds
@@ -210,7 +212,8 @@ class JoinedBuffers(io.RawIOBase):
     ) -> None:
         super().__init__()
         self._buffers = [view for view in buffers if len(view)]
-        self._starts = list(accumulate(map(len, self._buffers), initial=0))  # and the end
+        # Where each buffer begins, and where the last one ends: [0, 100, 105] of 100 and 5 bytes.
+        self._starts = list(accumulate(map(len, self._buffers), initial=0))
         self._check = check
         self._position = 0
 
@@ -243,7 +246,7 @@ class JoinedBuffers(io.RawIOBase):
         if self._check is not None:
             self._check()
         if size is None or size < 0:
-            return b"".join(iter(lambda: self.read(_SEND_BYTES), b""))
+            return b"".join(iter(lambda: self._next(_SEND_BYTES), b""))
         return b"" if size == 0 else self._next(_SEND_BYTES)
 
     def readinto(self, into: Any) -> int:
@@ -253,24 +256,30 @@ class JoinedBuffers(io.RawIOBase):
         return len(view)
 
     def _next(self, most_bytes: int) -> memoryview:
+        """Return the next bytes, all of one buffer; none at the end of the body."""
         if self._position >= len(self):
             return memoryview(b"")
         number = bisect_right(self._starts, self._position) - 1
-        first = self._position - self._starts[number]
-        view = self._buffers[number][first : first + most_bytes]
+        start = self._position - self._starts[number]
+        view = self._buffers[number][start : start + most_bytes]
         self._position += len(view)
         return view
 
 
 class ReceivedBody(Answer):
-    """An `Answer` whose body botocore receives."""
+    """An `Answer` whose body botocore receives.
+
+    Args:
+        body: botocore's body of an answer.
+        version: the version of the object, if it is known.
+    """
 
     def __init__(self, body: Any, version: Version | None = None) -> None:
         self._body = body
         self._version = version
 
     def version(self) -> Version | None:
-        """Return the state of the object that the bytes are of."""
+        """Return the version of the object that the bytes are of; None if it is not known."""
         return self._version
 
     def readinto(self, into: memoryview) -> int:
@@ -296,6 +305,7 @@ class ReceivedBody(Answer):
         return body
 
     def _receive(self, into: memoryview) -> int:
+        """Read the next bytes to the front of `into`; return how many, 0 at the end of the body."""
         from botocore.exceptions import BotoCoreError
 
         try:

@@ -25,15 +25,15 @@ from dcp_objstore.stores.s3.endpoint import (
 from dcp_objstore.stores.s3.options import CHECKSUM_VARIABLE, S3Options
 from dcp_objstore.stores.urls import StoreUrl
 
-# Checksums that obstore does not have.
-_OF_BOTO3 = ("CRC32", "CRC32C")
+# Checksums that obstore does not have, and boto3 has.
+_BOTO3_CHECKSUMS = ("CRC32", "CRC32C")
 
 
 def s3_factory(url: StoreUrl, settings: S3Options, credentials: Credentials) -> ClientFactory:
     """Return the factory for an S3 bucket.
 
     Raises:
-        ConfigError: an endpoint or a region that cannot be used.
+        ConfigError: an endpoint, a region or a checksum that cannot be used.
     """
     from obstore.store import S3Store
 
@@ -53,18 +53,19 @@ def s3_factory(url: StoreUrl, settings: S3Options, credentials: Credentials) -> 
         "conditional_put": "etag",
         "s3_express": _is_express(url.bucket, endpoint),
     }
-    base = endpoint or f"https://s3.{region}.amazonaws.com"
-    of_bucket = virtual_url(base, url.bucket) if virtual else f"{base}/{url.bucket}"
+    server = endpoint or f"https://s3.{region}.amazonaws.com"
+    bucket_url = virtual_url(server, url.bucket) if virtual else f"{server}/{url.bucket}"
     if endpoint is not None:
         # This field wins over every other, also over those of the environment.
-        config["aws_endpoint_url_s3"] = of_bucket if virtual else endpoint
+        config["aws_endpoint_url_s3"] = bucket_url if virtual else endpoint
     if settings.requester_pays:
         config["request_payer"] = True
     for name in ("sse", "sse_kms_key_id", "sse_bucket_key"):
-        if (value := getattr(settings, name)) is not None:
+        value = getattr(settings, name)
+        if value is not None:
             config[settings.option(name).native[0]] = value
     checksum = s3_checksum(settings, endpoint)
-    if checksum in _OF_BOTO3:
+    if checksum in _BOTO3_CHECKSUMS:
         raise ConfigError(
             f"transport 'native' sends CRC64NVME or SHA256, not {checksum}; transport 'boto3' does"
         )
@@ -76,8 +77,9 @@ def s3_factory(url: StoreUrl, settings: S3Options, credentials: Credentials) -> 
             " word for none: unset it, or use transport 'boto3'"
         )
     sign: Sign | None = None
+    # A signed URL does not say who pays, and a directory bucket takes those of a session alone.
     if not (settings.requester_pays or config["s3_express"]):
-        sign = unsigned(of_bucket) if settings.anon else signed_url
+        sign = unsigned(bucket_url) if settings.anon else signed_url
     make = new_client_of(S3Store, config, credentials, endpoint=endpoint, verify=settings.verify)
     return ClientFactory(make, endpoint, sign, ordered=not is_directory_bucket(url.bucket))
 

@@ -32,8 +32,8 @@ from dcp_objstore.stores.errors import NO_S3_CREDENTIALS, SET_S3_CREDENTIALS
 from dcp_objstore.stores.s3.options import S3Options
 
 _NEEDS_BOTO3 = "is read by boto3, which is not installed: pip install 'dcp-objstore[s3]'"
-# Settings of a profile that hold or lead to credentials.
-_OF_PROFILE = re.compile(
+# Settings in the shared AWS files that hold or lead to credentials.
+_CREDENTIAL_SETTING = re.compile(
     r"^[ \t]*(aws_access_key_id|credential_process|credential_source|login_session|role_arn"
     r"|sso_account_id|sso_session|sso_start_url|web_identity_token_file)[ \t]*=",
     re.MULTILINE,
@@ -42,18 +42,20 @@ _SHARED_FILES = {
     "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
     "AWS_CONFIG_FILE": "~/.aws/config",
 }
-_TOKEN_FILES = ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE")
-# obstore passes over these.
-_OF_BOTO3 = (
+_AGENT_TOKEN_FILE = "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"
+_TOKEN_FILES = ("AWS_WEB_IDENTITY_TOKEN_FILE", _AGENT_TOKEN_FILE)
+# boto3 reads these, and obstore does not.
+_BOTO3_VARIABLES = (
     "AWS_CONTAINER_AUTHORIZATION_TOKEN",
     "AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE",
     "AWS_ENDPOINT_URL_STS",
 )
 # obstore reads these, and what they lead to.
-_OF_OBSTORE = ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
+_OBSTORE_VARIABLES = ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
+# Of a container's agent. obstore asks it only where the agent's token is in a file, as EKS has it.
 _AGENT = "AWS_CONTAINER_CREDENTIALS_FULL_URI"
 _METADATA = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
-_OF_OBJECT_STORE = "AWS_METADATA_ENDPOINT"  # obstore's name for it
+_METADATA_OF_OBSTORE = "AWS_METADATA_ENDPOINT"  # obstore's name for it
 
 
 def find_s3_credentials(settings: S3Options, stripped: tuple[str, ...] = ()) -> Credentials:
@@ -74,7 +76,7 @@ def find_s3_credentials(settings: S3Options, stripped: tuple[str, ...] = ()) -> 
 
 
 def no_s3_credentials(stripped: tuple[str, ...]) -> CredentialsError:
-    """The error where none are found."""
+    """Return the error to raise where no credentials are found."""
     return CredentialsError(
         NO_S3_CREDENTIALS + note_of_stripped(stripped), advice=SET_S3_CREDENTIALS
     )
@@ -112,22 +114,27 @@ def keys_of_environment() -> Credentials | None:
 
 
 def _from_machine() -> Credentials | None:
-    """Return the credentials of this machine: what boto3 finds, or what obstore can find alone."""
+    """Return the credentials of this machine: what boto3 finds, or what obstore can find alone.
+
+    Raises:
+        CredentialsError: a setting names what is not there, or takes boto3, which is not installed.
+    """
+    if os.environ.get(_METADATA_OF_OBSTORE):
+        raise CredentialsError(f"{_METADATA_OF_OBSTORE} is not read: set {_METADATA} in its place")
     profile = S3Options.option("profile").from_environment()
-    if os.environ.get(_OF_OBJECT_STORE):
-        raise CredentialsError(f"{_OF_OBJECT_STORE} is not read: set {_METADATA} in its place")
     if profile:
         return _from_boto3(profile, f"AWS_PROFILE={profile}")
     for name in _TOKEN_FILES:
-        if (path := os.environ.get(name)) and not Path(path).is_file():
+        path = os.environ.get(name)
+        if path and not Path(path).is_file():
             raise CredentialsError(f"{name} in the environment names no file: {path!r}")
     if importlib.util.find_spec("boto3") is not None:
         return _from_boto3(None, None)
-    for name in (*_OF_BOTO3, _AGENT):
-        # EKS's agent has its token in a file.
-        if os.environ.get(name) and not (name == _AGENT and os.environ.get(_TOKEN_FILES[1])):
+    for name in (*_BOTO3_VARIABLES, _AGENT):
+        is_read_by_obstore = name == _AGENT and os.environ.get(_AGENT_TOKEN_FILE)
+        if os.environ.get(name) and not is_read_by_obstore:
             raise CredentialsError(f"{name} in the environment {_NEEDS_BOTO3}")
-    for name in (*_OF_OBSTORE, _AGENT):
+    for name in (*_OBSTORE_VARIABLES, _AGENT):
         if os.environ.get(name):
             return Credentials(f"{name} in the environment", renew=asked_by_clients)
     _check_shared_files()
@@ -135,7 +142,10 @@ def _from_machine() -> Credentials | None:
 
 
 def _check_shared_files() -> None:
-    """Raise if the AWS files have credentials: they may not be those that others here have."""
+    """Raise if the AWS files have credentials, which boto3 would read.
+
+    Others that obstore finds in their place would be somebody else's.
+    """
     for variable, default in _SHARED_FILES.items():
         path = Path(os.path.expandvars(os.environ.get(variable) or default)).expanduser()
         try:
@@ -143,42 +153,45 @@ def _check_shared_files() -> None:
         except OSError as error:
             what = f"{path.name} of the shared AWS files cannot be read: {error.strerror}"
             raise CredentialsError(what) from error
-        if _OF_PROFILE.search(text):
+        if _CREDENTIAL_SETTING.search(text):
             raise CredentialsError(f"{path.name} of the shared AWS files {_NEEDS_BOTO3}")
 
 
 def _from_instance() -> Credentials | None:
-    endpoint = os.environ.get(_METADATA) or "http://169.254.169.254"
-    disabled = os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
-    lasting = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
-    if disabled or not metadata_answers(endpoint, "PUT", "/latest/api/token", lasting):
+    """Return what has obstore ask the machine's metadata service; None if there is no service."""
+    if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return None
-    place = {"metadata_endpoint": endpoint}
-    return Credentials("instance metadata", config=place, renew=asked_by_clients)
+    endpoint = os.environ.get(_METADATA) or "http://169.254.169.254"
+    token_seconds = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+    if not metadata_answers(endpoint, "PUT", "/latest/api/token", token_seconds):
+        return None
+    config = {"metadata_endpoint": endpoint}
+    return Credentials("instance metadata", config=config, renew=asked_by_clients)
 
 
-def _from_boto3(profile: str | None, named: str | None) -> Credentials | None:
+def _from_boto3(profile: str | None, setting: str | None) -> Credentials | None:
     """Return the credentials that boto3 finds.
 
     Args:
-        profile: the profile to read. Default: boto3 chooses.
-        named: the setting that names the profile, in words for errors. Without one, the result is
-            None if boto3 finds no credentials; with one, that is an error.
+        profile: the profile to read; None: boto3 chooses.
+        setting: the setting that names the profile, in words for errors. None if none does; then
+            the result is None if boto3 finds no credentials. With one, that is an error.
     """
     if importlib.util.find_spec("boto3") is None:
-        raise CredentialsError(f"{named} {_NEEDS_BOTO3}")
-    found = open_boto3_session(named or "the AWS settings", profile_name=profile)
-    if found.method is None:
-        if named is None:
+        raise CredentialsError(f"{setting} {_NEEDS_BOTO3}")
+    opened = open_boto3_session(setting or "the AWS settings", profile_name=profile)
+    if opened.method is None:
+        if setting is None:
             return None
-        raise CredentialsError(f"{named} holds no credentials")
-    source = named or f"boto3 ({found.method})"
+        raise CredentialsError(f"{setting} holds no credentials")
+    source = setting or f"boto3 ({opened.method})"
 
     def load() -> Any:
+        # A new session: that of before has the credentials that were refused.
         return open_boto3_session(source, profile_name=profile).session.get_credentials()
 
     provider = Renewing(source, of_botocore(load))
-    return replace(found.profile, source=source, provider=provider, renew=provider.renew)
+    return replace(opened.profile, source=source, provider=provider, renew=provider.renew)
 
 
 class Boto3Session(NamedTuple):
@@ -208,28 +221,26 @@ def open_boto3_session(source: str, **arguments: Any) -> Boto3Session:
     import boto3
     from botocore.exceptions import BotoCoreError, ProfileNotFound
 
-    wrong = None
+    failure = None
     try:
         session = boto3.Session(**arguments)
         core = session._session
         credentials = session.get_credentials()
-        scoped = core.get_scoped_config()
+        settings = core.get_scoped_config()
     except ProfileNotFound as error:
         raise CredentialsError(f"{source}: {error}") from error
     except (BotoCoreError, OSError, configparser.Error) as error:
-        wrong = f"{source}: the AWS settings cannot be read: {class_and_line(error)}"
-    if wrong is not None:
-        raise CredentialsError(wrong)
-    endpoint = scoped.get("endpoint_url")
-    if services := scoped.get("services"):
-        named = core.full_config.get("services", {}).get(services, {})
-        endpoint = (named.get("s3") or {}).get("endpoint_url", endpoint)
-    of_s3 = scoped.get("s3")
+        failure = f"{source}: the AWS settings cannot be read: {class_and_line(error)}"
+    if failure is not None:  # raised outside of the handler: see `class_and_line`
+        raise CredentialsError(failure)
+    # A profile may name a section `[services NAME]`, whose endpoint for S3 wins.
+    services = core.full_config.get("services", {}).get(settings.get("services")) or {}
+    s3 = settings.get("s3")  # text, not a mapping, where there are no settings below it
     profile = Credentials(
         source,
         region=session.region_name,
-        endpoint_url=endpoint,
-        addressing_style=of_s3.get("addressing_style") if isinstance(of_s3, dict) else None,
+        endpoint_url=(services.get("s3") or {}).get("endpoint_url", settings.get("endpoint_url")),
+        addressing_style=s3.get("addressing_style") if isinstance(s3, dict) else None,
         core=core,
     )
     return Boto3Session(session, None if credentials is None else credentials.method, profile)
@@ -241,11 +252,11 @@ def session_of(settings: S3Options) -> Boto3Session:
     Raises:
         CredentialsError: as `open_boto3_session` and `keys_of_environment`.
     """
-    named = settings.profile is not None
-    if not (named or settings.anon or settings.key):
-        keys_of_environment()
+    has_profile = settings.profile is not None
+    if not (has_profile or settings.anon or settings.key):
+        keys_of_environment()  # raises where they cannot be sent; boto3 finds them itself
     return open_boto3_session(
-        f"profile {settings.profile!r}" if named else "the AWS settings",
+        f"profile {settings.profile!r}" if has_profile else "the AWS settings",
         aws_access_key_id=settings.key,
         aws_secret_access_key=settings.secret,
         aws_session_token=settings.token,
@@ -255,15 +266,18 @@ def session_of(settings: S3Options) -> Boto3Session:
 
 
 def of_botocore(load: Callable[[], Any]) -> Callable[[bool], Mapping[str, Any]]:
-    """Return what `Renewing` asks: botocore's credentials, which `load` reads."""
-    held: Any = None
+    """Return what `Renewing` asks: botocore's credentials, which `load` reads.
+
+    botocore renews them by itself when they end, so `load` is called again only for others.
+    """
+    credentials: Any = None
 
     def ask(others: bool) -> Mapping[str, Any]:
-        nonlocal held
-        if others or held is None:
-            held = None  # those of before were refused, also if no others can be read
-            held = load()
-        frozen = held.get_frozen_credentials() if held is not None else None
+        nonlocal credentials
+        if others or credentials is None:
+            credentials = None  # those of before were refused, also if no others can be read
+            credentials = load()
+        frozen = None if credentials is None else credentials.get_frozen_credentials()
         if frozen is None or frozen.access_key is None:
             raise CredentialsError("none were found")
         return {
@@ -271,7 +285,7 @@ def of_botocore(load: Callable[[], Any]) -> Callable[[bool], Mapping[str, Any]]:
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
             # Not public; `tests/e2e/test_credentials_expire.py` fails should it go.
-            "expires_at": getattr(held, "_expiry_time", None),
+            "expires_at": getattr(credentials, "_expiry_time", None),
         }
 
     return ask

@@ -15,7 +15,11 @@ from dcp_objstore.stores.s3.options import S3Options
 _DEFAULT_REGION = "us-east-1"
 # In others, S3 has another domain: China, the isolated ones, the European sovereign cloud.
 _USUAL_REGION = re.compile(r"(?:af|ap|ca|eu|il|me|mx|sa|us)(?:-gov)?-[a-z]+-\d+")
-_VARIANTS = ("use_fips_endpoint", "use_dualstack_endpoint")
+# Variables that ask for other servers of AWS, and botocore's names for the same in a profile.
+_VARIANTS = {
+    "AWS_USE_FIPS_ENDPOINT": "use_fips_endpoint",
+    "AWS_USE_DUALSTACK_ENDPOINT": "use_dualstack_endpoint",
+}
 _REGION = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -44,6 +48,8 @@ def s3_server(settings: S3Options, credentials: Credentials) -> tuple[str | None
 def _unusual_server(region: str, core: Any) -> str | None:
     """Return AWS's own server where it is not `s3.REGION.amazonaws.com`; botocore knows it.
 
+    None where it is that. Making a client of botocore sends nothing.
+
     Args:
         region: the region.
         core: the session of botocore that has read a profile; None: the environment counts.
@@ -51,11 +57,11 @@ def _unusual_server(region: str, core: Any) -> str | None:
     Raises:
         ConfigError: botocore is not installed, or there is none.
     """
-    asked = [name for name in _VARIANTS if _is_on(f"AWS_{name.upper()}")]
-    is_usual = _USUAL_REGION.fullmatch(region) is not None
-    if is_usual and not (asked or (core and any(map(core.get_config_variable, _VARIANTS)))):
+    variables = [name for name in _VARIANTS if os.environ.get(name, "").lower() == "true"]
+    in_profile = core is not None and any(map(core.get_config_variable, _VARIANTS.values()))
+    if _USUAL_REGION.fullmatch(region) and not (variables or in_profile):
         return None
-    what = f"the region {region}" + "".join(f", AWS_{name.upper()}" for name in asked)
+    what = ", ".join((f"the region {region}", *variables))
     try:
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
@@ -69,6 +75,7 @@ def _unusual_server(region: str, core: Any) -> str | None:
         client = (core or Session()).create_client(
             "s3",
             region_name=region,
+            # Not used; without them botocore would look for credentials.
             aws_access_key_id="-",
             aws_secret_access_key="-",
             config=Config(s3={"us_east_1_regional_endpoint": "regional"}),
@@ -85,14 +92,10 @@ def s3_checksum(settings: S3Options, endpoint: str | None) -> str | None:
     0.11 CPU-seconds per GiB, SHA-256 0.85 (2 cores, loopback). Other servers may not know it, and
     get none unless one is asked for.
     """
-    chosen = settings.checksum_algorithm
-    if chosen is None and is_aws(endpoint):
+    algorithm = settings.checksum_algorithm
+    if algorithm is None and is_aws(endpoint):
         return "CRC64NVME"
-    return None if chosen == "none" else chosen
-
-
-def _is_on(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() == "true"
+    return None if algorithm == "none" else algorithm
 
 
 def is_aws(endpoint: str | None) -> bool:
@@ -107,11 +110,17 @@ def is_directory_bucket(name: str) -> bool:
 
 
 def is_virtual(style: str | None, endpoint: str | None, bucket: str) -> bool:
-    """Whether the bucket goes into the host's name; otherwise it goes into the path."""
+    """Whether the bucket goes into the host's name; otherwise it goes into the path.
+
+    Args:
+        style: the addressing style that options or a profile ask for, or None.
+        endpoint: the server as a URL; None for AWS itself.
+        bucket: the name of the bucket.
+    """
+    if style in ("virtual", "path"):
+        return style == "virtual"
     # A bucket name with dots does not match the certificate of *.s3.amazonaws.com.
-    return style == "virtual" or (
-        style in (None, "auto") and endpoint is None and "." not in bucket
-    )
+    return endpoint is None and "." not in bucket
 
 
 def virtual_url(base: str, bucket: str) -> str:
@@ -120,11 +129,10 @@ def virtual_url(base: str, bucket: str) -> str:
     Raises:
         ConfigError: the endpoint's host is an address, which has no names below it.
     """
-    scheme, _, host = base.partition("://")
-    name = urlsplit(base).hostname or ""
-    if is_address(name):
+    scheme, _, host_and_path = base.partition("://")
+    if is_address(urlsplit(base).hostname or ""):
         raise ConfigError(
             f"addressing_style 'virtual' needs a host name, and the endpoint {base} has an address:"
             " use 'path', or the host's name"
         )
-    return f"{scheme}://{bucket}.{host}"
+    return f"{scheme}://{bucket}.{host_and_path}"

@@ -19,10 +19,11 @@ from dcp_objstore.stores.errors import ErrorDetails, Meaning
 
 # These need a bucket and nothing else, so that no object can be missing.
 _NEED_A_BUCKET = ("ListObjectsV2", "PutObject", "CreateMultipartUpload")
-# Headers of every answer of a store. The last is missing where a 200 brings an error as its body.
-_NAMED_IN_ANSWERS = (("ETag",), ("UploadId",), ("CopyPartResult",))
+# The `args` of a KeyError over an answer that lacks what every store's has. The last is missing
+# where a 200 brings an error as its body.
+_LACKS = (("ETag",), ("UploadId",), ("CopyPartResult",))
 _NOT_CONNECTED = "botocore.EndpointConnectionError botocore.ProxyConnectionError"
-# What a request met that got no answer: types (see `is_of`), and what they mean.
+# What a request met that got no answer: types (see `is_of`), and what they mean. The first counts.
 _NO_ANSWERS = {
     "botocore.CredentialRetrievalError botocore.LoginError botocore.NoAuthTokenError"
     " botocore.NoCredentialsError botocore.PartialCredentialsError botocore.ProfileNotFound"
@@ -41,6 +42,7 @@ _NO_ANSWERS = {
         ConfigError, "boto3 refused the request"
     ),
 }
+# After these the store has not got the request.
 _UNSENT = (*_NOT_CONNECTED.split(), "botocore.ConnectTimeoutError")
 
 
@@ -51,18 +53,18 @@ def read_botocore(error: Exception, *, conditional: bool = False) -> ErrorDetail
         error: an exception of botocore, or one raised from it.
         conditional: whether the request had an `If-Match`.
     """
-    answered = client_error(error)
-    if answered is not None:
-        return _answer(answered, conditional)
-    if isinstance(error, KeyError) and error.args in _NAMED_IN_ANSWERS:
+    refusal = client_error(error)
+    if refusal is not None:
+        return _refusal_details(refusal, conditional)
+    if isinstance(error, KeyError) and error.args in _LACKS:
         text = f"its answer has no {error.args[0]}"
         return ErrorDetails(text=text, meaning=errors.NO_STORE_ANSWERED)
-    chain = [type(cause) for cause in errors.led_to(error)]
+    types = [type(cause) for cause in errors.led_to(error)]
     return ErrorDetails(
         text=str(error),
-        meaning=_no_answer(error),
-        connected=not any(errors.is_of(cls, *_UNSENT) for cls in chain),
-        timed_out=any(errors.is_of(cls, "botocore.ReadTimeoutError") for cls in chain),
+        meaning=_meaning_of_silence(error),
+        connected=not any(errors.is_of(cls, *_UNSENT) for cls in types),
+        timed_out=any(errors.is_of(cls, "botocore.ReadTimeoutError") for cls in types),
     )
 
 
@@ -82,13 +84,16 @@ def client_error(error: BaseException) -> Any:
 
 
 def code_of(error: BaseException) -> str:
-    """The store's `<Code>` in an answer; its status as text where the answer had no body."""
+    """The store's `<Code>` in an answer; its status as text where the answer had no body.
+
+    Empty where there was no answer.
+    """
     refusal = client_error(error)
     return "" if refusal is None else str(refusal.response.get("Error", {}).get("Code", ""))
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status of an answer."""
+    """The HTTP status of an answer; None where there was none."""
     refusal = client_error(error)
     status: int | None = None
     if refusal is not None:
@@ -111,23 +116,26 @@ def drop_request(error: BaseException) -> None:
             cause.request = None
 
 
-def _answer(error: Any, conditional: bool) -> ErrorDetails:
-    """Return what an error answer of botocore says."""
-    status, code = status_of(error), code_of(error) or None
+def _refusal_details(refusal: Any, conditional: bool) -> ErrorDetails:
+    """Return what a `ClientError` says, its text as `403 Forbidden: AccessDenied: no rights`."""
+    status, code = status_of(refusal), code_of(refusal) or None
     if code == str(status):
         code = None
     phrase = f"{status} {http.client.responses.get(status or 0, '')}".rstrip()
-    said = error.response.get("Error", {}).get("Message")
-    text = ": ".join(filter(None, (phrase, code, said if said and said not in phrase else None)))
+    message = refusal.response.get("Error", {}).get("Message") or ""
+    if message in phrase:  # botocore's own, where the answer had no body
+        message = ""
+    text = ": ".join(filter(None, (phrase, code, message)))
     details = ErrorDetails(text=text, status=status, code=code, conditional=conditional)
-    missing = status == http.client.NOT_FOUND and code is None
-    if missing and not conditional and error.operation_name in _NEED_A_BUCKET:
+    # Where an object may be missing (`If-Match` needs one), a bare 404 may be a store's.
+    needs_no_object = refusal.operation_name in _NEED_A_BUCKET and not conditional
+    if status == http.client.NOT_FOUND and code is None and needs_no_object:
         return replace(details, meaning=errors.NO_BUCKET)
     return details
 
 
-def _no_answer(error: Exception) -> Meaning:
-    """Return why a request got no answer."""
+def _meaning_of_silence(error: Exception) -> Meaning:
+    """Return why a request got no answer, by what the error was raised for, then by its type."""
     for cause in errors.led_to(error):
         if isinstance(cause, ssl.SSLCertVerificationError):
             return errors.WRONG_CERTIFICATE
@@ -140,7 +148,7 @@ def _no_answer(error: Exception) -> Meaning:
             return errors.NO_HTTP
     meanings = (
         meaning
-        for names, meaning in _NO_ANSWERS.items()
-        if errors.is_of(type(error), *names.split())
+        for types, meaning in _NO_ANSWERS.items()
+        if errors.is_of(type(error), *types.split())
     )
     return next(meanings, Meaning(DcpObjstoreError))

@@ -20,6 +20,7 @@ from dcp_objstore.stores.options import (
 # "none" is not S3's: it turns the default off.
 CHECKSUMS: Final = ("CRC64NVME", "SHA256", "CRC32", "CRC32C", "none")
 _SSE: Final = ("AES256", "aws:kms", "aws:kms:dsse")
+_SSE_WITHOUT_KMS: Final = (None, "AES256")
 _TRUE: Final = ("1", "true", "on", "yes", "y")
 _FALSE: Final = ("0", "false", "off", "no", "n")
 
@@ -129,15 +130,15 @@ class S3Options(Schema):
             )
         if self.token is not None and self.key is None:
             raise ConfigError("storage_options have a 'token' without 'key' and 'secret'")
-        chosen = [self.anon, self.key is not None, self.profile is not None]
-        if sum(chosen) > 1:
+        sources = [self.anon, self.key is not None, self.profile is not None]
+        if sum(sources) > 1:
             raise ConfigError("choose one of 'anon', 'key' with 'secret', and 'profile'")
         if self.addressing_style not in (None, "path", "virtual", "auto"):
             raise ConfigError("'addressing_style' must be 'path', 'virtual' or 'auto'")
         if self.sse not in (None, *_SSE):
             raise ConfigError(f"'ServerSideEncryption' must be one of {', '.join(_SSE)}")
-        of_kms = (self.sse_kms_key_id, self.sse_bucket_key)
-        if any(value is not None for value in of_kms) and self.sse in (None, "AES256"):
+        kms_options = (self.sse_kms_key_id, self.sse_bucket_key)
+        if any(value is not None for value in kms_options) and self.sse in _SSE_WITHOUT_KMS:
             raise ConfigError(
                 "'SSEKMSKeyId' and 'BucketKeyEnabled' need 'ServerSideEncryption': 'aws:kms'"
             )
@@ -155,22 +156,25 @@ class S3Options(Schema):
                 encrypt with (obstore would send it with AES256 as well, which AWS refuses).
         """
         payer = self.option("requester_pays").from_environment() or ""
-        bundle = self.option("verify").from_environment()
+        # The certificates of the environment count unless `verify` says otherwise.
+        bundle = self.option("verify").from_environment() if self.verify is True else None
         options = replace(
             self,
             endpoint_url=self.or_environment("endpoint_url"),
             region=self.or_environment("region"),
+            # "requester" is what S3's header says, "true" what obstore takes.
             requester_pays=self.requester_pays or payer.lower() in ("requester", "true"),
-            verify=check_certificates(bundle if bundle and self.verify is True else self.verify),
+            verify=check_certificates(bundle or self.verify),
             sse=self.or_environment("sse"),
             checksum_algorithm=self.checksum_algorithm or _checksum_of_environment(),
         )
         if options.sse not in (None, *_SSE):
             raise ConfigError(f"the environment's {_SSE_VARIABLE} must be one of {', '.join(_SSE)}")
-        key, flag = os.environ.get(_KEY_VARIABLE) or None, _flag(_FLAG_VARIABLE)
-        if options.sse in (None, "AES256"):
-            if key is not None or flag:
-                name = _FLAG_VARIABLE if key is None else _KEY_VARIABLE
+        # Without KMS the options name no key (`check`), so what is named is the environment's.
+        key_id, bucket_key = self.or_environment("sse_kms_key_id"), _flag(_BUCKET_KEY_VARIABLE)
+        if options.sse in _SSE_WITHOUT_KMS:
+            if key_id is not None or bucket_key:
+                name = _BUCKET_KEY_VARIABLE if key_id is None else _KEY_ID_VARIABLE
                 raise ConfigError(
                     f"the environment's {name} has no effect with {options.sse or 'no encryption'}:"
                     f" set 'ServerSideEncryption' or {_SSE_VARIABLE} to aws:kms, or unset it"
@@ -178,43 +182,44 @@ class S3Options(Schema):
             return options
         return replace(
             options,
-            sse_kms_key_id=self.sse_kms_key_id or key,
-            sse_bucket_key=flag if self.sse_bucket_key is None else self.sse_bucket_key,
+            sse_kms_key_id=key_id,
+            sse_bucket_key=bucket_key if self.sse_bucket_key is None else self.sse_bucket_key,
         )
 
     @property
     def encryption(self) -> dict[str, str | bool]:
         """The encryption, as arguments of S3's requests that write."""
-        asked = {
+        arguments = {
             "ServerSideEncryption": self.sse,
             "SSEKMSKeyId": self.sse_kms_key_id,
             "BucketKeyEnabled": self.sse_bucket_key,
         }
-        return {name: value for name, value in asked.items() if value is not None}
+        return {name: value for name, value in arguments.items() if value is not None}
 
 
+# The variable of each of these options, which messages name.
 (CHECKSUM_VARIABLE,) = S3Options.option("checksum_algorithm").environment
 (_SSE_VARIABLE,) = S3Options.option("sse").environment
-(_KEY_VARIABLE,) = S3Options.option("sse_kms_key_id").environment
-(_FLAG_VARIABLE,) = S3Options.option("sse_bucket_key").environment
+(_KEY_ID_VARIABLE,) = S3Options.option("sse_kms_key_id").environment
+(_BUCKET_KEY_VARIABLE,) = S3Options.option("sse_bucket_key").environment
 
 
 def _checksum_of_environment() -> str | None:
     """Return the checksum algorithm of the environment variable; None if unset."""
-    named = os.environ.get(CHECKSUM_VARIABLE)
-    if named is None:
+    text = os.environ.get(CHECKSUM_VARIABLE)
+    if text is None:
         return None
-    algorithm = next((known for known in CHECKSUMS if known.lower() == named.lower()), None)
+    algorithm = next((known for known in CHECKSUMS if known.lower() == text.lower()), None)
     if algorithm is None:
         raise ConfigError(
-            f"{CHECKSUM_VARIABLE} is {named!r} in the environment; it must be one of"
+            f"{CHECKSUM_VARIABLE} is {text!r} in the environment; it must be one of"
             f" {', '.join(CHECKSUMS)}, or not be set"
         )
     return algorithm
 
 
 def _flag(variable: str) -> bool | None:
-    """A flag of the environment, in the values that obstore takes."""
+    """A flag of the environment, in the values that obstore takes; None if unset or empty."""
     text = os.environ.get(variable, "").lower()
     if text not in ("", *_TRUE, *_FALSE):
         raise ConfigError(f"the environment's {variable} must be true or false")

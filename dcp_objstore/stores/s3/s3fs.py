@@ -46,11 +46,18 @@ judge_s3fs = partial(errors.judge, read=read_s3fs)
 
 
 class S3Filesystems(S3Requests, Filesystems):
-    """The filesystems of s3fs that carry the requests to one bucket."""
+    """The filesystems of s3fs that carry the requests to one bucket.
+
+    Args:
+        args: the positional arguments of `Filesystems`.
+        checksums: the checksums that go with bodies.
+        settings: further arguments of `Filesystems`.
+    """
 
     def __init__(self, *args: Any, checksums: Checksums, **settings: Any) -> None:
         Filesystems.__init__(self, *args, judge=judge_s3fs, **settings)
         self.checksums = checksums
+        # s3fs keeps them for its own verbs. They are the user's where the filesystem was given.
         self.payer, self.sealing = self.read.req_kw, self.read.s3_additional_kwargs
 
 
@@ -71,12 +78,13 @@ class S3fsStore(S3Store):
         arguments: Mapping[str, Any],
         check: Callable[[], None] | None = None,
     ) -> Any:
-        fs = self._filesystems.read if use == "read" else self._filesystems.write
-        # aiohttp has no time-out for the "100 Continue" before a body.
-        seconds = self._filesystems.request_timeout_seconds
+        filesystems = self._filesystems
+        fs = filesystems.read if use == "read" else filesystems.write
+        # Timed here, because aiohttp has no time-out for the "100 Continue" before a body.
+        seconds = filesystems.request_timeout_seconds
         if use == "small":
-            seconds = self._filesystems.small_timeout_seconds
-        return self._run(_ask(fs, operation, arguments), seconds, check)
+            seconds = filesystems.small_timeout_seconds
+        return self._run(_send(fs, operation, arguments), seconds, check)
 
     def _run(
         self,
@@ -91,12 +99,12 @@ class S3fsStore(S3Store):
             check: a function that is called every `STEP_SECONDS` during the wait; it ends the wait
                 by raising.
         """
-        sent = asyncio.run_coroutine_threadsafe(coroutine, self._filesystems.read.loop)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._filesystems.read.loop)
         step_seconds = None if check is None else STEP_SECONDS
         try:
-            return result_of(sent, seconds, check=check, step_seconds=step_seconds)
+            return result_of(future, seconds, check=check, step_seconds=step_seconds)
         finally:
-            sent.cancel()
+            future.cancel()  # does nothing but after a time-out, or where `check` raised
 
     def _body(
         self,
@@ -109,17 +117,18 @@ class S3fsStore(S3Store):
         self, target: Mapping[str, str], max_size_bytes: int
     ) -> tuple[Mapping[str, Any], bytes | None]:
         async def read() -> tuple[Mapping[str, Any], bytes | None]:
-            answer = await _ask(self._filesystems.read, "get_object", target)
+            answer = await _send(self._filesystems.read, "get_object", target)
             stream = answer["Body"]
             async with stream:
                 if "ContentLength" not in answer:  # a body in chunks
                     body = bytearray()
-                    while len(body) <= max_size_bytes and (some := await stream.read(MIB)):
-                        body += some
+                    while len(body) <= max_size_bytes and (piece := await stream.read(MIB)):
+                        body += piece
                     return {**answer, "ContentLength": len(body)}, bytes(body)
                 is_large = answer["ContentLength"] > max_size_bytes
                 return answer, None if is_large else await stream.read()
 
+        # No time-out of ours: botocore's counts from the last bytes that came.
         answer_and_body: tuple[Mapping[str, Any], bytes | None] = self._run(read())
         return answer_and_body
 
@@ -127,13 +136,14 @@ class S3fsStore(S3Store):
         return FetchedSource(partial(self._fetch, place), lambda: self._head(dict(place)).version)
 
     def _fetch(self, target: Mapping[str, str], start: int, end: int) -> bytes:
-        asked = {**target, "Range": f"bytes={start}-{end - 1}"}
-        answer, body = self._read_again("open_range", asked, end - start)
+        arguments = {**target, "Range": f"bytes={start}-{end - 1}"}
+        answer, body = self._read_again("open_range", arguments, end - start)
         check_range_answer(answer, start, end)
         return bytes(body or b"")
 
 
-async def _ask(fs: Any, operation: str, arguments: Mapping[str, Any]) -> Any:
+async def _send(fs: Any, operation: str, arguments: Mapping[str, Any]) -> Any:
+    """Send the request of an operation by the client of a filesystem of s3fs."""
     client = await fs.set_session()
     return await getattr(client, operation)(**arguments)
 
@@ -143,7 +153,7 @@ def make_s3fs(
 ) -> S3Filesystems:
     """Make two filesystems of s3fs, which differ in how long they wait for the next bytes."""
     if not (settings.anon or settings.key or settings.profile):
-        keys_of_environment()  # may not be fit to be sent
+        keys_of_environment()  # raises where they cannot be sent; botocore finds them itself
     # What is not given here, botocore looks up in the profile.
     endpoint_url, _ = s3_server(settings, Credentials("fsspec"))
     filesystems = [
@@ -176,7 +186,13 @@ def make_s3fs(
 
 
 def sending_once(cls: Any, /, *args: Any, **options: Any) -> Any:
-    """Make our own filesystem, whose botocore sends each request once."""
+    """Make a filesystem that is not shared, whose botocore sends each request once.
+
+    Args:
+        cls: `s3fs.S3FileSystem`.
+        args: its positional arguments.
+        options: its options.
+    """
     config = {**(options.pop("config_kwargs", None) or {}), "retries": {"total_max_attempts": 1}}
     options["skip_instance_cache"] = True
     return cls(*args, config_kwargs=config, **options)

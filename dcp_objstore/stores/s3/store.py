@@ -42,6 +42,7 @@ from dcp_objstore.stores.s3.errors import read_botocore, status_of
 from dcp_objstore.stores.s3.upload import Checksums, CopiedPart, MultipartUpload
 from dcp_objstore.stores.urls import StoreUrl, check_key, parse_url
 
+# How long a request may take depends on its use: see `Boto3Clients.get`.
 Use = Literal["read", "small", "write"]
 _READS = ("get_object", "head_object", "list_objects_v2")
 # Writes of little data, but for the end of an upload, which takes the store long.
@@ -149,8 +150,8 @@ class S3Store(BaseStore["dict[str, str]"]):
         def request() -> Any:
             if check is not None:
                 check()
-            carried = {"Body": self._body(body, check)} if size_bytes else {}
-            return self._call(use, operation, {**arguments, **carried}, check)
+            with_body = {"Body": self._body(body, check)} if size_bytes else {}
+            return self._call(use, operation, {**arguments, **with_body}, check)
 
         if not retry:
             return request()
@@ -165,7 +166,7 @@ class S3Store(BaseStore["dict[str, str]"]):
         *,
         retry: bool,
     ) -> Version:
-        condition = _condition(precondition)
+        condition = _condition_arguments(precondition)
         views = [memoryview(buffer) for buffer in buffers]
         if not condition:
             return self._put_whole(place, views, retry=retry)
@@ -173,6 +174,7 @@ class S3Store(BaseStore["dict[str, str]"]):
             with self._conditional_write():
                 return self._put_whole({**place, **condition}, views, retry=retry, repeatable=False)
         except Exception as error:
+            # Not left to `_errors`, which does not know of the condition.
             raise self._translate(error, conditional="IfMatch" in condition) from error
 
     def _put_whole(
@@ -183,6 +185,7 @@ class S3Store(BaseStore["dict[str, str]"]):
         retry: bool = True,
         repeatable: bool = True,
     ) -> Version:
+        """Write an object by a single PUT; see `_send`."""
         arguments = {**target, **self._sealing, **self._checksums.of(views)}
         answer = self._send(
             "put", "put_object", arguments, body=views, retry=retry, repeatable=repeatable
@@ -214,13 +217,13 @@ class S3Store(BaseStore["dict[str, str]"]):
                 upload.send(part)
                 del part  # not held while the next one is waited for
                 part = next(parts, [])
-            return self._named(place, upload.complete())
+            return self._completed_version(place, upload.complete())
         except BaseException:
             source.left_parts = not upload.abort()
             raise
 
-    def _named(self, place: dict[str, str], answer: Mapping[str, Any]) -> Version:
-        """Return the state of an upload that was completed; Ceph's gateway does not say it."""
+    def _completed_version(self, place: dict[str, str], answer: Mapping[str, Any]) -> Version:
+        """Return the version of an upload that was completed; Ceph's gateway does not say it."""
         version = _version(answer)
         return self._head(place).version if version == Version() else version
 
@@ -245,57 +248,65 @@ class S3Store(BaseStore["dict[str, str]"]):
             checksums=Checksums(None),
             threads=max_concurrency,
         )
-        looked_at = {source.url: (self._of(place, source), source) for source in sources}
+        places = {source.url: self._place_of(source, place) for source in sources}
         try:
             upload.create()
             for source in sources:
-                target, _ = looked_at[source.url]
-                what = {
-                    "CopySource": {"Bucket": target["Bucket"], "Key": target["Key"]},
-                    "CopySourceIfMatch": source.version.e_tag,
-                }
+                origin = places[source.url]
                 for start, end in cut_range(source.start, source.end, part_size_bytes):
-                    named = {**what, "CopySourceRange": f"bytes={start}-{end - 1}"}
-                    upload.send(CopiedPart(named, partial(moved, end - start)))
+                    arguments = {
+                        "CopySource": {"Bucket": origin["Bucket"], "Key": origin["Key"]},
+                        "CopySourceIfMatch": source.version.e_tag,
+                        "CopySourceRange": f"bytes={start}-{end - 1}",
+                    }
+                    upload.send(CopiedPart(arguments, partial(moved, end - start)))
             upload.wait()
-            for target, source in looked_at.values():
-                meta = self._head(target)
+            metas = {url: self._head(origin) for url, origin in places.items()}
+            for source in sources:
+                meta = metas[source.url]
                 if meta.version.e_tag != source.version.e_tag:
                     raise PreconditionFailedError(f"{source.url} was changed by another writer")
-                if any(part.end > meta.size_bytes for part in sources if part.url == source.url):
+                if source.end > meta.size_bytes:
                     raise CorruptDataError(f"{source.url} has only {meta.size_bytes} bytes")
-            return self._named(place, upload.complete())
+            return self._completed_version(place, upload.complete())
         except BaseException as error:
             is_aborted = upload.abort()
-            is_complete = isinstance(error, DcpObjstoreError) and is_aborted
-            if is_complete or not isinstance(error, Exception):
+            if not isinstance(error, Exception):
                 raise
             translated = self._translate(error)
-            translated.message += f" (in a copy of {', '.join(looked_at)})"
+            translated.message += f" (in a copy of {', '.join(places)})"
             if not is_aborted:
                 add_advice(translated, LEFTOVER_ADVICE)
+            if translated is error:
+                raise
             raise translated from error
 
-    def _of(self, place: Mapping[str, str], source: CopySource) -> dict[str, str]:
-        """Return the arguments that name the object of a source."""
+    def _place_of(self, source: CopySource, target: Mapping[str, str]) -> dict[str, str]:
+        """Return the place of a source, with whatever else is in that of the new object.
+
+        Raises:
+            UnsupportedError: this store cannot copy it, or not safely.
+        """
         url = parse_url(source.url)
         if url.scheme != self._url.scheme or source.version.e_tag is None:
             raise UnsupportedError(f"{source.url} is not on this store, or its ETag is not known")
-        if {"%", "+"} & {*url.prefix} and self.endpoint_url is not None:
+        if self.endpoint_url is not None and ("%" in url.prefix or "+" in url.prefix):
             # Ceph's gateway decodes the key twice, and may copy another object.
             raise UnsupportedError(
                 f"{source.url} has a '%' or '+' in its key, which some servers misread in a copy"
             )
-        return {**place, "Bucket": url.bucket, "Key": url.prefix}
+        return {**target, "Bucket": url.bucket, "Key": url.prefix}
 
     def _get(self, place: dict[str, str], max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         answer, body = self._read_again("get", place, max_size_bytes)
         errors.check_no_page(answer.get("ContentType"))
+        # Without a body `_check_size` raises.
         return bytes(body or b""), self._check_size(self._meta(place, answer), max_size_bytes)
 
     def _read_again(
         self, verb: str, target: Mapping[str, str], max_size_bytes: int
     ) -> tuple[Mapping[str, Any], bytes | bytearray | None]:
+        """Do what `_read` does, again where that may help."""
         tries = self._requests.tries(verb, target["Key"])
         return self._requests.run(tries, partial(self._read, target, max_size_bytes))
 
@@ -307,7 +318,8 @@ class S3Store(BaseStore["dict[str, str]"]):
         except Exception as error:
             if status_of(error) not in errors.UNCLEAR_IN_HEAD:
                 raise
-        # A GET of nearly nothing says what is wrong, or the size.
+        # A GET of nearly nothing says what is wrong, or the size: "bytes 0-0/SIZE". A server that
+        # ignores Range announces all of the object.
         answer, _ = self._read_again("head", {**place, "Range": "bytes=0-0"}, 1)
         size = str(answer.get("ContentRange", "")).rpartition("/")[2]
         return self._meta(place, {**answer, "ContentLength": int(size or answer["ContentLength"])})
@@ -316,6 +328,7 @@ class S3Store(BaseStore["dict[str, str]"]):
         self._send("delete", "delete_object", place)
 
     def _meta(self, place: Mapping[str, str], answer: Mapping[str, Any]) -> ObjectMeta:
+        """Return the metadata in the answer to a GET or HEAD of an object."""
         missing = [name for name in ("ContentLength", "ETag", "LastModified") if name not in answer]
         if missing:
             raise errors.NO_STORE_ANSWERED.error(f"its answer has no {' and no '.join(missing)}")
@@ -335,12 +348,13 @@ class S3Store(BaseStore["dict[str, str]"]):
             send = partial(self._send, "list", "list_objects_v2")
             for page in pages(send, {**target, "Prefix": start}, marks):
                 for entry in page.get("Contents", ()):
-                    if not entry["Key"].endswith(
-                        "/"
-                    ):  # empty objects that consoles make of folders
-                        yield self._listed(entry, start)
+                    # A key with a slash at its end is an empty object, which a console has made of
+                    # a folder.
+                    if not entry["Key"].endswith("/"):
+                        yield self._entry_meta(entry, start)
 
-    def _listed(self, entry: Mapping[str, Any], start: str) -> ObjectMeta:
+    def _entry_meta(self, entry: Mapping[str, Any], start: str) -> ObjectMeta:
+        """Return the metadata in an entry of a listing of the keys that start so."""
         key: str = entry["Key"]
         if not key.startswith(start):
             raise StoreUnavailableError(f"the store answered with a key outside the root: {key!r}")
@@ -358,26 +372,28 @@ def pages(
     Args:
         ask: a function that sends a request with these arguments for a page.
         arguments: the arguments of every request.
-        marks: the arguments that say where a page begins, and their names in the page before.
+        marks: the names of the arguments that say where a page begins, and where their values
+            stand in the page before: `{"ContinuationToken": "NextContinuationToken"}`.
 
     Raises:
         StoreUnavailableError: a page begins where an earlier one did.
     """
-    after: dict[str, Any] = {}
-    begun: set[tuple[Any, ...]] = set()
+    beginning: dict[str, Any] = {}
+    seen: set[tuple[Any, ...]] = {()}  # the first page begins without marks
     while True:
-        page = ask({**arguments, **after})
+        page = ask({**arguments, **beginning})
         yield page
-        after = {name: page[mark] for name, mark in marks.items() if page.get(mark) is not None}
         if not page.get("IsTruncated"):
             return
-        # A page without marks begins where the first one did.
-        if not (place := tuple(after.values())) or place in begun:
+        beginning = {name: page[mark] for name, mark in marks.items() if page.get(mark) is not None}
+        values = tuple(beginning.values())
+        if values in seen:
             raise StoreUnavailableError(errors.SAME_PAGE)
-        begun.add(place)
+        seen.add(values)
 
 
-def _condition(precondition: Precondition | None) -> dict[str, str]:
+def _condition_arguments(precondition: Precondition | None) -> dict[str, str]:
+    """Return the arguments of a PUT that is sent on a condition; empty without one."""
     if precondition is None:
         return {}
     if isinstance(precondition, IfAbsent):
@@ -426,11 +442,11 @@ def botocore_settings(
     return {
         "s3": {
             **({} if addressing_style is None else {"addressing_style": addressing_style}),
-            # SHA-256 of every body costs 1 CPU-second per GiB; see `obstore.makers`.
+            # SHA-256 of every body costs 1 CPU-second per GiB; see `s3.client`.
             "payload_signing_enabled": sign_payload,
         },
         # By default botocore computes CRC32 of every body in Python's zlib and sends it in a
-        # trailer over TLS, which some stores that speak S3 refuse; see `s3.checksums`.
+        # trailer over TLS, which some stores that speak S3 refuse; see `s3.upload`.
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
         "connect_timeout": config.connect_timeout_seconds,

@@ -18,12 +18,20 @@ from dcp_objstore.stores.retries import Requests
 from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, judge_botocore
 from dcp_objstore.stores.s3.store import pages
 
-_RULES: Final = "get_bucket_lifecycle_configuration"  # knows no requester that pays
+_RULES: Final = "get_bucket_lifecycle_configuration"  # the one operation without a payer
 _NO_RULES: Final = "NoSuchLifecycleConfiguration"
 
 
 class S3Uploads:
-    """The multipart uploads below one root of an S3 bucket. Made by `open_uploads`."""
+    """The multipart uploads below one root of an S3 bucket. Made by `open_uploads`.
+
+    Args:
+        client: a client of boto3 that sends each request once.
+        requests: the requests to the bucket, which send again what failed.
+        bucket: the name of the bucket.
+        root: the beginning of the keys, with a slash at its end; empty for the whole bucket.
+        payer: the arguments that say that the caller pays.
+    """
 
     def __init__(
         self, client: Any, requests: Requests, bucket: str, root: str, payer: Mapping[str, str]
@@ -51,20 +59,20 @@ class S3Uploads:
             ask = partial(self._ask, "list_multipart_uploads")
             # The prefix again, for servers that do not look at it.
             return [
-                self._described(entry)
+                self._with_size(entry)
                 for page in pages(ask, {"Prefix": self._root}, marks)
                 for entry in page.get("Uploads", ())
                 if entry["Key"].startswith(self._root)
             ]
 
-    def _described(self, entry: Mapping[str, Any]) -> UnfinishedUpload:
-        """Return an unfinished upload with the size of its parts."""
+    def _with_size(self, entry: Mapping[str, Any]) -> UnfinishedUpload:
+        """Return the upload of an entry of the listing, with the size of its parts."""
         marks = {"PartNumberMarker": "NextPartNumberMarker"}
-        named = {"Key": entry["Key"], "UploadId": entry["UploadId"]}
-        listed = pages(partial(self._ask, "list_parts"), named, marks)
+        arguments = {"Key": entry["Key"], "UploadId": entry["UploadId"]}
+        of_parts = pages(partial(self._ask, "list_parts"), arguments, marks)
         size_bytes = 0
         try:
-            size_bytes = sum(part["Size"] for page in listed for part in page.get("Parts", ()))
+            size_bytes = sum(part["Size"] for page in of_parts for part in page.get("Parts", ()))
         except self._client.exceptions.ClientError as error:
             if not is_upload_gone(error):  # completed or aborted since it was listed
                 raise
@@ -75,8 +83,8 @@ class S3Uploads:
         """Remove the parts of an upload. No error is raised if it is already gone."""
         with boto_errors(self._url):
             try:
-                named = {"Key": self._root + upload.key, "UploadId": upload.upload_id}
-                self._ask("abort_multipart_upload", named)
+                arguments = {"Key": self._root + upload.key, "UploadId": upload.upload_id}
+                self._ask("abort_multipart_upload", arguments)
             except self._client.exceptions.ClientError as error:
                 if not is_upload_gone(error):
                     raise
@@ -102,12 +110,11 @@ class S3Uploads:
         Raises:
             ClientError: the store refused it; the caller tells what that means.
         """
-        named = {"Bucket": self._bucket, **arguments}
-        if operation != _RULES:
-            named.update(self._payer)
+        payer = {} if operation == _RULES else self._payer
         # None of these is a verb of `ObjectStore`. They are as small as a list.
         tries = self._requests.tries("list", arguments.get("Key", ""))
-        send = partial(getattr(self._client, operation), **named)
+        call = getattr(self._client, operation)
+        send = partial(call, Bucket=self._bucket, **arguments, **payer)
         answer: Mapping[str, Any] = self._requests.run(tries, send)
         return answer
 

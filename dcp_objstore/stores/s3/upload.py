@@ -41,11 +41,15 @@ class CopiedPart:
     done: Callable[[], None]
 
 
+# Buffers to send, or what the store copies.
 _Part = list[memoryview] | CopiedPart
 
 
 class _UploadStoppedError(BaseException):
-    """Ends a request whose upload is given up. No `Exception`, so that it is not sent again."""
+    """Ends a request whose upload is given up.
+
+    It is not an `Exception`, so the retries let it through. `MultipartUpload._work` catches it.
+    """
 
 
 @dataclass
@@ -66,15 +70,19 @@ class MultipartUpload:
     checksums: Checksums
     threads: int
 
+    # Parts with their numbers; None ends one thread.
     _tasks: queue.SimpleQueue[tuple[int, _Part] | None] = field(default_factory=queue.SimpleQueue)
-    _sent: dict[int, dict[str, str]] = field(default_factory=dict)
+    # What `complete` says of each part, by its number. The threads write it.
+    _entries: dict[int, dict[str, str]] = field(default_factory=dict)
+    # The first error of a thread: it ends the others' requests and is raised by `send` or `wait`.
     _error: BaseException | None = None
     _stopped: bool = False
     _upload_id: str | None = None
-    _team: list[Spawned] = field(default_factory=list)
-    _count: int = 0
+    _workers: list[Spawned] = field(default_factory=list)
+    _last_number: int = 0
 
     def __post_init__(self) -> None:
+        # A slot for each part that a thread has, so no part waits in the queue.
         self._slots = threading.Semaphore(self.threads)
 
     def create(self) -> None:
@@ -92,11 +100,11 @@ class MultipartUpload:
         self._slots.acquire()
         if self._error is not None:
             raise self._error
-        self._count += 1
-        self._tasks.put((self._count, part))
-        if len(self._team) < min(self.threads, self._count):
+        self._last_number += 1
+        self._tasks.put((self._last_number, part))
+        if len(self._workers) < self.threads:
             # Daemons: a request that hangs must not keep a program alive that was told to stop.
-            self._team.append(spawn(self._work, f"part-{self._count}"))
+            self._workers.append(spawn(self._work, f"part-{self._last_number}"))
 
     def wait(self) -> None:
         """Wait for all parts.
@@ -104,7 +112,7 @@ class MultipartUpload:
         Raises:
             What a part met.
         """
-        self._dismiss()
+        self._end_workers()
         if self._error is not None:
             raise self._error
 
@@ -117,37 +125,43 @@ class MultipartUpload:
         self.wait()
         # S3 wants the checksums of the parts again, of those algorithms whose checksum of the
         # object is made of them ("Checking object integrity": composite checksums).
-        listed = [{"PartNumber": number, **self._sent[number]} for number in sorted(self._sent)]
+        listed = [
+            {"PartNumber": number, **self._entries[number]} for number in sorted(self._entries)
+        ]
         answer: Mapping[str, Any] = self.send_request(
-            "complete_multipart_upload", {**self._named(), "MultipartUpload": {"Parts": listed}}
+            "complete_multipart_upload", {**self._place(), "MultipartUpload": {"Parts": listed}}
         )
         return answer
 
     def abort(self) -> bool:
-        """End the requests under way, then have the store remove the parts; whether it has.
+        """End the requests under way, then have the store remove the parts.
 
         In this order, because a part that arrives after the abort would stay. It is sent twice at
         most: a store that does not answer has been waited for already.
+
+        Returns:
+            Whether no part is left.
         """
         self._stopped = True
-        self._dismiss()
+        self._end_workers()
         if self._upload_id is None:
             return True
         for _ in range(2):
             try:
-                self.send_request("abort_multipart_upload", self._named(), retry=False)
+                self.send_request("abort_multipart_upload", self._place(), retry=False)
             except Exception as error:  # noqa: BLE001  what ended the upload is the error to raise
                 if not (is_upload_gone(error) or code_of(error) == "NoSuchBucket"):
                     continue
             return True
         return False
 
-    def _dismiss(self) -> None:
-        for _ in self._team:
+    def _end_workers(self) -> None:
+        """Wait until the parts that were handed over are sent or given up, and the threads end."""
+        for _ in self._workers:
             self._tasks.put(None)
-        for thread in self._team:
+        for thread in self._workers:
             thread.join()
-        self._team.clear()
+        self._workers.clear()
 
     def _work(self) -> None:
         """Send parts until there are no more. Runs in a thread of the upload."""
@@ -155,9 +169,9 @@ class MultipartUpload:
             number, part = task
             del task  # whose buffers must not outlive their request while this thread waits
             try:
-                self._sent[number] = self._send_part(number, part)
+                self._entries[number] = self._send_part(number, part)
             except _UploadStoppedError:
-                pass
+                pass  # why it was stopped is raised elsewhere
             except BaseException as error:  # noqa: BLE001  raised in the thread that sends
                 drop_request(error)
                 self._error = self._error or error
@@ -166,30 +180,33 @@ class MultipartUpload:
 
     def _send_part(self, number: int, part: _Part) -> dict[str, str]:
         """Send a part; return what `complete` has to say of it."""
-        named = {**self._named(), "PartNumber": number}
+        place = {**self._place(), "PartNumber": number}
         if isinstance(part, CopiedPart):
-            arguments = {**named, **part.arguments}
-            answer = self.send_request("upload_part_copy", arguments, check=self._check)
+            arguments = {**place, **part.arguments}
+            answer = self.send_request("upload_part_copy", arguments, check=self._check_wanted)
             e_tag = answer["CopyPartResult"]["ETag"]
             part.done()
             return {"ETag": e_tag}
         checksum = self.checksums.of(part)
-        arguments = {**named, **checksum}
-        answer = self.send_request("upload_part", arguments, body=part, check=self._check)
+        arguments = {**place, **checksum}
+        answer = self.send_request("upload_part", arguments, body=part, check=self._check_wanted)
         return {"ETag": answer["ETag"], **checksum}
 
-    def _named(self) -> dict[str, Any]:
+    def _place(self) -> dict[str, Any]:
+        """Return the arguments of every request of this upload but the first."""
         return {**self.target, "UploadId": self._upload_id}
 
-    def _check(self) -> None:
+    def _check_wanted(self) -> None:
+        """End a request by raising once the upload was given up or another part has failed."""
         if self._stopped or self._error is not None:
             raise _UploadStoppedError
 
 
+# A function that continues the CRC of earlier bytes, at first 0, over a buffer.
 _Crc = Callable[[memoryview, int], int]
 
-# Python has neither.
-_OF_AWSCRT: Final = ("CRC32C", "CRC64NVME")
+# Python has neither; awscrt has both.
+_AWSCRT_ALGORITHMS: Final = ("CRC32C", "CRC64NVME")
 _DIGEST_BYTES: Final = {"CRC32": 4, "CRC32C": 4, "CRC64NVME": 8}
 
 
@@ -210,19 +227,18 @@ class Checksums:
                 f" not {algorithm!r}"
             )
         self._algorithm = algorithm
-        self._crc: _Crc | None = None
-        if algorithm in _DIGEST_BYTES:
-            self._crc = _crc(algorithm)
+        self._crc = _crc(algorithm) if algorithm in _DIGEST_BYTES else None
 
     @property
     def beginning(self) -> dict[str, str]:
-        """Arguments of the request that begins an upload in parts."""
+        """The arguments of the request that begins an upload in parts."""
         return {} if self._algorithm is None else {"ChecksumAlgorithm": self._algorithm}
 
     def of(self, buffers: Sequence[memoryview]) -> dict[str, str]:
-        """Arguments of a request whose body these make together; of a part also when it is listed.
+        """Return the arguments of a request whose body is these buffers, one behind the other.
 
-        One pass over the memory, which is not copied.
+        Those of a part are sent again when the upload is completed. This passes over the memory
+        once and does not copy it.
         """
         if self._algorithm is None:
             return {}
@@ -232,10 +248,10 @@ class Checksums:
                 sha256.update(buffer)
             digest = sha256.digest()
         else:
-            value = 0
+            crc = 0
             for buffer in buffers:
-                value = self._crc(buffer, value)
-            digest = value.to_bytes(_DIGEST_BYTES[self._algorithm], "big")
+                crc = self._crc(buffer, crc)
+            digest = crc.to_bytes(_DIGEST_BYTES[self._algorithm], "big")
         return {f"Checksum{self._algorithm}": base64.b64encode(digest).decode()}
 
 
@@ -251,17 +267,20 @@ def checksums_for(settings: S3Options, endpoint_url: str | None) -> Checksums:
 
 
 def _crc(algorithm: str) -> _Crc:
-    """Return the function that computes a CRC; it may need awscrt."""
-    if algorithm not in _OF_AWSCRT:
+    """Return the function that computes a CRC.
+
+    Raises:
+        ConfigError: it needs awscrt, which is not installed or too old to have it.
+    """
+    if algorithm not in _AWSCRT_ALGORITHMS:
         return zlib.crc32
-    crc: _Crc | None = None
-    if importlib.util.find_spec("awscrt") is not None:
+    try:
         from awscrt import checksums
 
-        crc = getattr(checksums, algorithm.lower(), None)
-    if crc is None:
+        crc: _Crc = getattr(checksums, algorithm.lower())
+    except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"transports 'boto3' and 'fsspec' take {algorithm} from awscrt, which is not installed"
             " or too old: pip install 'botocore[crt]', or choose CRC32 or SHA256"
-        )
+        ) from error
     return crc
