@@ -94,8 +94,8 @@ class BaseStore(ABC, Generic[Place]):
             raise errors.InputError(f"not a range: [{start}, {end})")
         with self._errors(key) as place:
             source = self._range_source(place)
-            ahead = source.ask_ahead(start, end) if start < end else None
-        return Range(source, start, end, errors=partial(self._errors, key), ahead=ahead)
+            answer = source.ask_ahead(start, end) if start < end else None
+        return Range(source, start, end, errors=partial(self._errors, key), answer=answer)
 
     def put(
         self,
@@ -123,11 +123,12 @@ class BaseStore(ABC, Generic[Place]):
             with self._errors(key) as place:
                 return self._put_stream(place, source, part_size_bytes, max_concurrency)
         except BaseException as error:
+            # The caller sees its iterator's own error, not what the transport made of it.
+            raised = error if source.error is None else source.error
             if source.left_parts:
-                shown = error if source.error is None else source.error
-                if isinstance(shown, errors.DcpObjstoreError):
-                    errors.add_advice(shown, LEFTOVER_ADVICE)
-                else:
+                if isinstance(raised, errors.DcpObjstoreError):
+                    errors.add_advice(raised, LEFTOVER_ADVICE)
+                else:  # a KeyboardInterrupt, for example, has no advice
                     logger.warning("the upload of %s was not aborted; %s", key, LEFTOVER_ADVICE)
             if source.error is None:
                 raise
@@ -174,8 +175,8 @@ class BaseStore(ABC, Generic[Place]):
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
         """Iterate over the objects below a prefix."""
-        listed = self._without_repeats(check_prefix(prefix))
-        return _waited_for(listed) if in_main_thread() else listed
+        metas = self._without_repeats(check_prefix(prefix))
+        return _interruptible(metas) if in_main_thread() else metas
 
     def _without_repeats(self, folder: str) -> Iterator[ObjectMeta]:
         """Yield what is listed; raise where it repeats itself, as it then might for ever.
@@ -183,17 +184,17 @@ class BaseStore(ABC, Generic[Place]):
         A listing of nothing is asked for again: obstore and botocore read a page of HTML as one,
         botocore an empty body too. In most stores keys ascend, so only those that do not are kept.
         """
-        listed = self._list(folder)
-        first = next(listed, None)
-        listed = self._list(folder) if first is None else chain([first], listed)
-        last: str | None = None
-        steps_back: set[str] = set()
-        for meta in listed:
-            if last is not None and meta.key <= last:
-                if meta.key == last or meta.key in steps_back:
+        metas = self._list(folder)
+        first = next(metas, None)
+        metas = self._list(folder) if first is None else chain([first], metas)
+        last_key: str | None = None
+        keys_out_of_order: set[str] = set()  # those that came after a greater one
+        for meta in metas:
+            if last_key is not None and meta.key <= last_key:
+                if meta.key == last_key or meta.key in keys_out_of_order:
                     raise errors.StoreUnavailableError(SAME_PAGE, object_key=meta.key, url=self.url)
-                steps_back.add(meta.key)
-            last = meta.key
+                keys_out_of_order.add(meta.key)
+            last_key = meta.key
             yield meta
 
     def delete(self, key: str) -> None:
@@ -292,9 +293,9 @@ class BaseStore(ABC, Generic[Place]):
             raise self._translate(error).at(object_key=key, url=self.url) from error
 
 
-def _waited_for(listed: Iterator[ObjectMeta]) -> Iterator[ObjectMeta]:
-    """Yield what is listed; Ctrl-C can end the wait for each page."""
-    while page := wait_for(lambda: tuple(islice(listed, _PAGE_KEYS))):
+def _interruptible(metas: Iterator[ObjectMeta]) -> Iterator[ObjectMeta]:
+    """Yield the entries of a listing; Ctrl-C can end the wait for each page."""
+    while page := wait_for(lambda: tuple(islice(metas, _PAGE_KEYS))):
         yield from page
 
 
@@ -328,11 +329,14 @@ def _clear_frame(frame: FrameType | None) -> None:
 
 
 def cut_range(start: int, end: int, most_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cut a range into as few parts as have at most `most_bytes`, equal but for the last."""
-    count = max(1, -(-(end - start) // most_bytes))
+    """Cut a range into as few parts as have at most `most_bytes`, equal but for the last.
+
+    Yields the start and end of each: of [0, 10) with at most 4 bytes (0, 4), (4, 8) and (8, 10).
+    """
+    count = max(1, -(-(end - start) // most_bytes))  # rounded up, and so the size
     size_bytes = max(1, -(-(end - start) // count))
-    for at in range(start, end, size_bytes):
-        yield at, min(end, at + size_bytes)
+    for part_start in range(start, end, size_bytes):
+        yield part_start, min(end, part_start + size_bytes)
 
 
 def as_buffers(data: Buffer | Sequence[Buffer]) -> Sequence[Buffer]:
@@ -365,16 +369,17 @@ class WatchedBuffers:
         try:
             return next(self._buffers)
         except StopIteration:
-            raise
+            raise  # the end of the iterator, not an error of it
         except BaseException as error:
             self.error = error
             raise
 
 
 def cut_parts(buffers: Iterator[Buffer], part_size_bytes: int) -> Iterator[list[memoryview]]:
-    """Cut a stream into parts of equal size; only the last one may be shorter. None is empty.
+    """Cut a stream into parts of equal size; only the last one may be shorter. No part is empty.
 
-    No variable here holds a buffer while the next one is waited for, except in an unfinished part.
+    Yields each part as the pieces of buffers that it is made of. No variable here holds a buffer
+    while the next one is waited for, except in an unfinished part.
     """
     part: list[memoryview] = []
     room_bytes = part_size_bytes

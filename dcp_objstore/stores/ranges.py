@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 REPLACED = "another writer replaced the object while it was being read; read it again"
 _FETCHED_BYTES = 8 * MIB
-# A body counts twice: libraries collect its pieces before they join them.
+# How sources that ask by `FetchedSource` read. A body counts twice: libraries collect its pieces
+# before they join them.
 FETCHED_READING = RangeReading(memory_bytes=2 * _FETCHED_BYTES)
 
 
@@ -41,7 +42,8 @@ class Answer(Protocol):
         """Put the next bytes at the front of `into`.
 
         Returns:
-            How many; 0 if the answer was for the first part of the range only and has ended.
+            How many. 0 if the answer has ended: it was for the first part of the range only, and
+            the rest is to be asked for.
 
         Raises:
             Whatever the transport does; `RangeSource.failed` knows it.
@@ -73,7 +75,7 @@ class RangeSource(ABC):
     """A source of ranges of one object.
 
     Attributes:
-        is_held: whether the answers will be asked for their version.
+        is_held: whether the answers will be asked for their version; `Range.hold` sets it.
     """
 
     is_held = False
@@ -100,16 +102,13 @@ class RangeSource(ABC):
         *,
         had_begun: bool,  # noqa: ARG002
     ) -> None:
-        """Decide what becomes of an answer that broke off. The default is to raise.
+        """Return when it is time to ask for the rest of a range, or raise `error`: the default.
 
         Args:
             error: the error of `Answer.readinto`.
             asked_at: the time at which the request was sent (monotonic).
             had_begun: whether some of its bytes have come. How long ago the range was opened then
                 says nothing of the store: the reader may have been busy with the bytes.
-
-        Returns:
-            When it is time to ask for the rest.
         """
         raise error
 
@@ -122,7 +121,8 @@ class Range:
         start: the byte at which the range begins.
         end: the byte before which it ends.
         errors: what makes the context of each read, which translates what is raised.
-        ahead: the answer to a request for the whole range that was sent already.
+        answer: the answer to a request for the whole range that was sent already. None: a request
+            is sent by the first `readinto`.
     """
 
     def __init__(
@@ -131,17 +131,18 @@ class Range:
         start: int,
         end: int,
         errors: Callable[[], AbstractContextManager[object]],
-        ahead: Answer | None = None,
+        answer: Answer | None = None,
     ) -> None:
         self._source = source
-        self._at, self._end = start, end
+        self._position, self._end = start, end
         self._errors = errors
-        self._answer = ahead
+        self._answer = answer
         self._check_version: Callable[[Version], None] | None = None
         self._asked_at = time.monotonic()
         self._asked_from = start
         self._closed = False
-        self._dropping = threading.Lock()  # an answer that is dropped is not cancelled any more
+        # An answer that is dropped is not cancelled any more: its connection may serve another.
+        self._drop_lock = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -152,7 +153,7 @@ class Range:
     def close(self) -> None:
         """Give up what was not read."""
         self._closed = True
-        self._drop()
+        self._drop_answer()
 
     def hold(self, check: Callable[[Version], None]) -> None:
         """Have the state of the object checked with each answer."""
@@ -165,8 +166,8 @@ class Range:
 
     def cancel(self, *, at_once: bool) -> bool:
         """End a `readinto` that another thread is in, with an error."""
-        with self._dropping:
-            # In this order: `_next` looks whether it is closed once it has an answer.
+        with self._drop_lock:
+            # In this order: `_read_some` looks whether it is closed once it has an answer.
             self._closed |= not at_once
             cancelled = self._answer is not None and self._answer.cancel(at_once=at_once)
             self._closed |= cancelled
@@ -175,43 +176,46 @@ class Range:
     def readinto(self, into: memoryview) -> None:
         """Fill `into` with the next bytes of the range."""
         with self._errors():
-            self._check(into)
+            self._check_open()
+            left_bytes = self._end - self._position
+            if len(into) > left_bytes:
+                raise InputError(
+                    f"{len(into)} bytes asked for, but the range has {left_bytes} left"
+                )
             try:
                 while into:
-                    received_bytes = self._next(into)
-                    self._at += received_bytes
+                    received_bytes = self._read_some(into)
+                    self._position += received_bytes
                     into = into[received_bytes:]
             except BaseException:
                 self.close()
                 raise
-            if self._at == self._end:
-                self._drop()
-
-    def _check(self, into: memoryview) -> None:
-        self._check_open()
-        if len(into) > self._end - self._at:
-            raise InputError(
-                f"{len(into)} bytes asked for, but the range has {self._end - self._at} left"
-            )
+            if self._position == self._end:
+                self._drop_answer()
 
     def _check_open(self) -> None:
         if self._closed:
             raise InputError("the range is closed")
 
-    def _next(self, into: memoryview) -> int:
-        """Read some bytes; none if the next request has to be made."""
+    def _read_some(self, into: memoryview) -> int:
+        """Read the next bytes to the front of `into`; ask for the rest where there is no answer.
+
+        Returns:
+            How many; 0 if the answer has ended or broken off, and the rest may be asked for.
+        """
         self._check_open()
         if self._answer is None:
-            self._asked_at, self._asked_from = time.monotonic(), self._at
-            self._answer = self._ask(self._at, self._end)
-            self._check_open()
+            start, end = self._position, self._end
+            self._asked_at, self._asked_from = time.monotonic(), start
+            self._answer = self._source.ask_ahead(start, end) or self._source.ask(start, end)
+            self._check_open()  # it may have been cancelled before there was an answer to cancel
         try:
             received_bytes = self._answer.readinto(into)
         except Exception as error:  # noqa: BLE001  raised there, if it is not to be asked again
-            self._drop()
+            self._drop_answer()
             self._check_open()  # a request that was cancelled has not failed
             self._source.wait_to_ask_again(
-                error, self._asked_at, had_begun=self._at > self._asked_from
+                error, self._asked_at, had_begun=self._position > self._asked_from
             )
             return 0
         if received_bytes and self._check_version is not None:
@@ -219,14 +223,11 @@ class Range:
             if version is not None:
                 self._check_version(version)
         if not received_bytes:
-            self._drop()
+            self._drop_answer()
         return received_bytes
 
-    def _ask(self, start: int, end: int) -> Answer:
-        return self._source.ask_ahead(start, end) or self._source.ask(start, end)
-
-    def _drop(self) -> None:
-        with self._dropping:
+    def _drop_answer(self) -> None:
+        with self._drop_lock:
             answer, self._answer = self._answer, None
         if answer is not None:
             answer.close()
@@ -256,7 +257,7 @@ class RetriedSource(RangeSource):
         """Wait until the rest may be asked for, or raise."""
         if had_begun:
             self._tries.restart_clock()
-        self._requests.again(self._tries, error, asked_at)
+        self._requests.wait_to_try_again(self._tries, error, asked_at)
 
 
 class FetchedSource(RangeSource):
@@ -277,7 +278,10 @@ class FetchedSource(RangeSource):
         self._current_version = current_version
 
     def ask(self, start: int, end: int) -> Answer:
-        """Ask for bytes `[start, end)`, or for the first part of them."""
+        """Ask for bytes `[start, end)`, or for the first part of them.
+
+        The library tells no version with the bytes, so it is asked for before and after them.
+        """
         end = min(end, start + _FETCHED_BYTES)
         current_version = self._current_version if self.is_held else None
         version = None if current_version is None else current_version()

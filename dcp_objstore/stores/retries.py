@@ -25,7 +25,7 @@ from dcp_objstore.stores.urls import StoreUrl
 
 T = TypeVar("T")
 
-# Before a server has ever answered, a wrong endpoint is likelier than an outage.
+# The patience before a server has ever answered: a wrong endpoint is likelier than an outage.
 FIRST_PATIENCE_SECONDS = 5.0
 # A read may wait this long for the next bytes. For writes there is no such limit: transports count
 # it from the start of the request, so it would cut uploads off, not only stalled ones.
@@ -34,7 +34,7 @@ READ_PROGRESS_SECONDS = 30.0
 SMALL_BYTES = 4 * MIB
 # A small request has at least so long, however short the stall time-out is.
 _LEAST_SMALL_TIMEOUT_SECONDS = 3.0
-# A pause is doubled at most this often.
+# A pause is doubled at most this often: a power of 2 ends somewhere, the number of retries may not.
 _MOST_DOUBLINGS = 30
 
 # Not Python's own generator: a retry would change the numbers that the program draws.
@@ -179,14 +179,14 @@ class Tries:
             except DcpObjstoreError:
                 raise  # found by the adapter in an answer that came
             except Exception as error:  # noqa: BLE001  transports have no type in common
-                self.again(error, judge(error), begun_at, repeatable=repeatable)
+                self.wait_to_try_again(error, judge(error), begun_at, repeatable=repeatable)
             else:
                 if self._refunds and self._limiter is not None:
                     self._limiter.refund_retry()
                     self._limiter.note_latency(self._clock.monotonic() - begun_at)
                 return answer
 
-    def again(
+    def wait_to_try_again(
         self, error: Exception, failure: Failure, begun_at: float, *, repeatable: bool = True
     ) -> None:
         """Return when it is time for the next try, after one that raised `error`.
@@ -204,14 +204,15 @@ class Tries:
             raise error
         if failure.throttled and self._limiter is not None:
             self._limiter.note_throttling(begun_at)
-        may_retry = self._left_seconds() > 0
-        spent = may_retry and self._limiter is not None and not self._limiter.spend_retry()
-        if spent or not self.pause(failure.error):
+        is_budget_spent = False
+        if self._limiter is not None and self._left_seconds() > 0:  # else it costs no retry
+            is_budget_spent = not self._limiter.spend_retry()
+        if is_budget_spent or not self.pause(failure.error):
             if self.retries:
-                slow = "the store was throttling; " if failure.throttled else ""
+                why = "the store was throttling; " if failure.throttled else ""
                 seconds = self._clock.monotonic() - self._began_at
-                failure.error.message += f" ({slow}{self.retries} retries in {seconds:.1f} s)"
-            if spent:
+                failure.error.message += f" ({why}{self.retries} retries in {seconds:.1f} s)"
+            if is_budget_spent:
                 failure.error.message += (
                     "; the retries that all requests of this process to the store share are used"
                     " up, so there is trouble beyond this request"
@@ -227,7 +228,7 @@ class Tries:
         return self.policy.patience_seconds - (self._clock.monotonic() - self._began_at)
 
 
-_pid: int | None = None  # the process that made the first clients, or an ancestor's
+_first_pid: int | None = None  # the process that made the first clients, this one or an ancestor
 
 
 def guard_fork() -> None:
@@ -235,13 +236,13 @@ def guard_fork() -> None:
 
     The threads of their libraries do not survive a fork: every request would hang.
     """
-    global _pid  # noqa: PLW0603  the threads are of the process
+    global _first_pid  # noqa: PLW0603  the threads are of the process
     pid = os.getpid()
-    if _pid is None:
-        _pid = pid
-    elif _pid != pid:
+    if _first_pid is None:
+        _first_pid = pid
+    elif _first_pid != pid:
         raise ForkedProcessError(
-            f"process {pid} was forked from process {_pid}, which had opened a store;"
+            f"process {pid} was forked from process {_first_pid}, which had opened a store;"
             " requests would hang here. Start it with multiprocessing.get_context('spawn')"
         )
 
@@ -261,8 +262,8 @@ class Requests:
         small_timeout_seconds: the time-out of one try of a small request.
     """
 
-    # The verbs of transfers, which note the answers themselves (`admission`).
-    _in_slots: tuple[str, ...] = ("open_range", "put_stream", "copy")
+    # The verbs of transfers, whose `AdmissionSlot` notes the answers; those of others refund here.
+    _verbs_in_slots: tuple[str, ...] = ("open_range", "put_stream", "copy")
 
     def __init__(
         self,
@@ -283,7 +284,7 @@ class Requests:
 
     @property
     def limiter(self) -> Limiter:
-        """The bucket's limiter in this process, which a forked child has its own of."""
+        """The bucket's limiter in this process; a forked child has another one."""
         return limiter_at(self.endpoint_url, *self._bucket)
 
     def tries(self, verb: str, key: str, size_bytes: int = 0) -> Tries:
@@ -294,28 +295,28 @@ class Requests:
             key: the key of the object, in the bucket.
             size_bytes: the size of what is sent.
         """
-        large = size_bytes > SMALL_BYTES or verb == "open_range"
+        is_large = size_bytes > SMALL_BYTES or verb == "open_range"
         return Tries(
-            self._policy if large else self._small_policy,
+            self._policy if is_large else self._small_policy,
             limiter=self.limiter,
             on_retry=partial(_report, key),
-            refunds=verb not in self._in_slots,
+            refunds=verb not in self._verbs_in_slots,
         )
 
     def run(self, tries: Tries, request: Callable[[], T], *, repeatable: bool = True) -> T:
         """Do what `Tries.run` does, and give up soon on a server that never answered."""
-        judge = partial(self._judged, tries)
+        judge = partial(self._judge_try, tries)
         result = tries.run(request, judge, repeatable=repeatable)
         self.reached = True
         return result
 
-    def again(self, tries: Tries, error: Exception, begun_at: float) -> None:
-        """Do what `Tries.again` does, and give up soon on a server that never answered."""
+    def wait_to_try_again(self, tries: Tries, error: Exception, begun_at: float) -> None:
+        """Do what the method of `Tries` does, and give up soon on a server that never answered."""
         if isinstance(error, DcpObjstoreError):
-            raise error
-        tries.again(error, self._judged(tries, error), begun_at)
+            raise error  # found by the adapter in an answer that came
+        tries.wait_to_try_again(error, self._judge_try(tries, error), begun_at)
 
-    def _judged(self, tries: Tries, error: Exception) -> Failure:
+    def _judge_try(self, tries: Tries, error: Exception) -> Failure:
         """Return what a failed try means; shorten the retries if the server has never answered.
 
         A server that never answered is probably the wrong URL, so the user should learn it soon.
@@ -329,5 +330,6 @@ class Requests:
 
 
 def _report(key: str, number: int, error: Exception, began_at: float) -> None:
+    """Tell the save or load that a request for a key is sent for the `number`th time."""
     text = error.message if isinstance(error, DcpObjstoreError) else str(error)
     emit_retry(key, number, text, began_at)

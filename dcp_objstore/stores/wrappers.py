@@ -122,18 +122,20 @@ class PinnedStore(WrappedStore):
         return body
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """Iterate over the objects below a prefix. What it tells of versions counts, too.
+        """Iterate over the objects below a prefix, whose versions count where a listing has them.
 
         Raises:
             PreconditionFailedError: another writer replaced an object.
         """
-        tells = self.capabilities.listed_versions and self.capabilities.conditional_update
+        # Without conditional updates a version may be empty.
+        tells_versions = self.capabilities.listed_versions and self.capabilities.conditional_update
         for meta in self.inner.list(prefix):
-            if tells:
+            if tells_versions:
                 self._check(meta.key, meta.version)
             yield meta
 
     def _check(self, key: str, version: Version) -> None:
+        """Raise unless an object is in the state that is known, or becomes known now."""
         # `setdefault` of a dict is atomic.
         if not is_same_state(self._versions.setdefault(key, version), version):
             raise PreconditionFailedError(REPLACED, object_key=key, url=self.url)

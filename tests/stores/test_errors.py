@@ -167,6 +167,7 @@ def test_each_documented_status_and_code_is_one_error():
         for answer in answers.split(", "):
             status, _, code = answer.partition(" ")
             assert kind_of_answer(int(status), code or None) is expected, answer
+            assert not code or kind_of_answer(418, code) is expected, answer
 
 
 def test_each_error_of_the_system_and_of_python_is_one_error():

@@ -196,7 +196,7 @@ def test_only_bytes_that_have_come_begin_the_time_for_retries_anew():
     tries.restart_clock.assert_not_called()
     source.wait_to_ask_again(error, 2.0, had_begun=True)
     tries.restart_clock.assert_called_once_with()
-    assert [call.args for call in requests.again.call_args_list] == [
+    assert [call.args for call in requests.wait_to_try_again.call_args_list] == [
         (tries, error, 1.0),
         (tries, error, 2.0),
     ]

@@ -57,7 +57,10 @@ class Clients(Requests):
         has_put: whether an object was put, so that a 404 means the key and not the bucket.
     """
 
-    _in_slots = (*Requests._in_slots, "list")  # the next keys may have come with the last ones
+    _verbs_in_slots = (
+        *Requests._verbs_in_slots,
+        "list",
+    )  # the next keys may have come with the last ones
 
     def __init__(
         self,
@@ -224,10 +227,10 @@ class Clients(Requests):
 
         return self.run(self.tries("copy", key), send)
 
-    def _judged(self, tries: Tries, error: Exception) -> Failure:
+    def _judge_try(self, tries: Tries, error: Exception) -> Failure:
         lane = self.lane
         self.reached = self.reached or (lane is not None and lane.answered)
-        return super()._judged(tries, error)
+        return super()._judge_try(tries, error)
 
     def _new_lane(self) -> DirectLane | None:
         sign = self._factory.sign
