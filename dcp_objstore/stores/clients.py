@@ -41,7 +41,8 @@ _FACTORIES: dict[str, Callable[..., ClientFactory]] = {
     "gs": gcs_factory,
     "az": azure_factory,
 }
-_SHORT = 4  # a value that is shorter is a part of many words
+# A secret that is shorter is a part of many words, so it is hidden only where it stands alone.
+_SHORT_CHARACTERS = 4
 
 
 def make_clients(
@@ -97,24 +98,27 @@ def make_filesystems(
             f"a filesystem cannot be made of what is left{note_of_stripped(stripped)}"
         )
     try:
-        return _make(url, options, config)
+        return _new_filesystems(url, options, config)
     except DcpObjstoreError:
         raise
     except Exception as error:  # noqa: BLE001  each filesystem has its own
         judge = judge_s3fs if url.scheme == "s3" else judge_fsspec
         kind = type(judge(error).error)
-        text = _hidden(str(error), options, foreign=is_foreign(url.scheme))
+        text = _without_secrets(str(error), options, foreign=is_foreign(url.scheme))
         text = text or f"it says no more; its options are {', '.join(options) or 'none'}"
         if kind is StoreUnavailableError:
             text += "; check the host, the port and that the server runs"
+        if kind not in (CredentialsError, StoreUnavailableError):
+            kind = ConfigError  # nothing but the options was there to be wrong
         # Not `from error`: its text and its frames may show a secret.
-        kept = (CredentialsError, StoreUnavailableError)
-        raise (kind if kind in kept else ConfigError)(
+        raise kind(
             f"fsspec cannot make a filesystem for {url.scheme}://: {type(error).__name__}: {text}"
         ) from None
 
 
-def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> Filesystems:
+def _new_filesystems(
+    url: StoreUrl, options: Mapping[str, Any], config: TransferConfig
+) -> Filesystems:
     """Make the filesystems of fsspec for a URL."""
     if FILESYSTEM in options:
         fs = options[FILESYSTEM]
@@ -141,14 +145,14 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
     )
 
 
-def _hidden(text: str, options: Mapping[str, Any], *, foreign: bool) -> str:
-    """The text without what may be secret; what is short only where it stands by itself."""
+def _without_secrets(text: str, options: Mapping[str, Any], *, foreign: bool) -> str:
+    """Return a text with `***` for the values of options that may be secret."""
     for name, value in options.items():
         if isinstance(value, Mapping):
-            text = _hidden(text, value, foreign=foreign)
+            text = _without_secrets(text, value, foreign=foreign)
         elif isinstance(value, str) and value and is_secret(name, value, foreign=foreign):
             pattern = re.escape(value)
-            if len(value) < _SHORT:
+            if len(value) < _SHORT_CHARACTERS:
                 pattern = rf"(?<!\w){pattern}(?!\w)"
             text = re.sub(pattern, "***", text)
     return text

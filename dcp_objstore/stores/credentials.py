@@ -19,6 +19,7 @@ LOG_IN_TO_AWS: Final = (
 )
 # The libraries renew credentials this long before they end, or later.
 _MARGIN = timedelta(minutes=10)
+# A source that failed is asked again after this time, while the last credentials are still valid.
 _AGAIN_AFTER = timedelta(seconds=10)
 # The time-out of each try to connect to the metadata service. boto3 waits as long, tries once.
 _METADATA_TIMEOUT_SECONDS = 1.0
@@ -94,9 +95,10 @@ class Renewing:
 
     Args:
         source: the place where they come from, in words.
-        ask: returns credentials under obstore's names, with the time at which they end, or None;
-            with True, others than those before, which were refused. It raises CredentialsError with
-            a text that holds no secret. Only the class of any other error is shown.
+        ask: a function that returns credentials under obstore's names, with the time at which they
+            end, or None. With True it returns others than those before, which were refused. It
+            raises CredentialsError with a text that holds no secret. Only the class of any other
+            error is shown.
         advice: what to do if there are none.
         now: the time, for tests.
     """
@@ -116,8 +118,8 @@ class Renewing:
         self._advice = advice
         self._now = now
         self._lock = threading.Lock()  # the first requests of a save come at the same time
-        self._kept: Mapping[str, Any] | None = None
-        self._until: datetime | None = None
+        self._credentials: Mapping[str, Any] | None = None
+        self._ask_again_at: datetime | None = None
 
     def __repr__(self) -> str:
         return f"Renewing({self._source!r})"
@@ -129,10 +131,11 @@ class Renewing:
             CredentialsError: there are none, or none any more.
         """
         with self._lock:
-            kept = self._kept
-            if kept is None or (self._until is not None and self._now() >= self._until):
-                kept = self._fetch(others=False)
-            return {**kept, "expires_at": self._until}
+            credentials = self._credentials
+            is_due = self._ask_again_at is not None and self._now() >= self._ask_again_at
+            if credentials is None or is_due:
+                credentials = self._fetch(others=False)
+            return {**credentials, "expires_at": self._ask_again_at}
 
     def renew(self) -> None:
         """Get other credentials: the present ones were refused.
@@ -141,27 +144,28 @@ class Renewing:
             CredentialsError: there are no others.
         """
         with self._lock:
-            self._kept = None
+            self._credentials = None
             self._fetch(others=True)
 
     def _fetch(self, *, others: bool) -> Mapping[str, Any]:
         """Ask for credentials. If there are none, those of before count while they last."""
         now = self._now()
         try:
-            self._kept = kept = self.ask(others)
+            self._credentials = credentials = self.ask(others)
         except CredentialsError as error:
             failure = error.message
         except Exception as error:  # noqa: BLE001  files, processes and services are asked
             # Not its text, which may quote what a credential process printed.
             failure = class_and_line(error)
         else:
-            ends_at = kept["expires_at"]
-            if ends_at is not None:
+            ask_again_at = credentials["expires_at"]
+            if ask_again_at is not None:
+                margin = min(_MARGIN, (ask_again_at - now) / 3)
                 # obstore takes no other time zone, not even an equal one.
-                ends_at = (ends_at - min(_MARGIN, (ends_at - now) / 3)).astimezone(UTC)
-            self._until = ends_at
-            return kept
-        last = self._kept
+                ask_again_at = (ask_again_at - margin).astimezone(UTC)
+            self._ask_again_at = ask_again_at
+            return credentials
+        last = self._credentials
         ends_at = None if last is None else last["expires_at"]
         if last is None or ends_at is None or now >= ends_at:
             raise CredentialsError(
@@ -169,12 +173,12 @@ class Renewing:
                 advice=f"pass new ones, {self._advice}",
             )
         logger.warning("%s: the credentials could not be renewed (%s)", self._source, failure)
-        self._until = min(now + _AGAIN_AFTER, ends_at).astimezone(UTC)
+        self._ask_again_at = min(now + _AGAIN_AFTER, ends_at).astimezone(UTC)
         return last
 
 
 def asked_by_clients() -> None:
-    """`Credentials.renew` of a source that each new client of obstore asks by itself."""
+    """Do nothing: the `renew` of a source that each new client of obstore asks by itself."""
 
 
 def note_of_stripped(stripped: tuple[str, ...]) -> str:
@@ -188,17 +192,18 @@ def note_of_stripped(stripped: tuple[str, ...]) -> str:
 
 
 def class_and_line(error: Exception) -> str:
-    """The class of an error, and a line number: its text may quote a line with a secret.
+    """Describe an error of a parser by its class and line: its text may quote a secret.
 
     Raise the error for the user outside of the handler, so that this one is not its context.
     """
+    # configparser's errors have several lines in `errors`, those of json and tomllib one.
     lines = [str(number) for number, _ in getattr(error, "errors", ())]
     lines += [str(error.lineno)] if getattr(error, "lineno", None) else []  # type: ignore[attr-defined]
     return type(error).__name__ + (f", line {', '.join(lines)}" if lines else "")
 
 
 def metadata_answers(base: str, method: str, path: str, headers: dict[str, str]) -> bool:
-    """Whether this machine has a metadata service.
+    """Whether this machine has a metadata service: it answers, and not with a failure of its own.
 
     obstore would try for minutes to find out; many laptops and containers have none.
     """

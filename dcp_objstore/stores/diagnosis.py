@@ -71,6 +71,7 @@ def _has_credentials(spec: StoreSpec) -> bool:
 
 
 def _access_key(credentials: Credentials) -> str | None:
+    """Return the id of the S3 key, shortened; None where obstore finds the credentials itself."""
     if credentials.provider is None:
         return None
     try:
@@ -102,8 +103,8 @@ def ask_region(spec: StoreSpec) -> str | None:
     if spec.parsed.scheme != "s3" or not _has_credentials(spec):
         return None
     server = named_server(spec)
-    base = server.endpoint_url or f"https://s3.{server.region}.amazonaws.com"
-    request = urllib.request.Request(f"{base.rstrip('/')}/{spec.parsed.bucket}", method="HEAD")
+    endpoint = server.endpoint_url or f"https://s3.{server.region}.amazonaws.com"
+    request = urllib.request.Request(f"{endpoint.rstrip('/')}/{spec.parsed.bucket}", method="HEAD")
     context = tls_context(parse(S3Options, spec.storage_options).verify)
     _, headers, _ = answer_to(request, context, _TIMEOUT_SECONDS, spec.url)
     region: str | None = headers["x-amz-bucket-region"]
@@ -120,6 +121,7 @@ def named_server(spec: StoreSpec) -> NamedServer:
     """
     endpoint, region = spec.open().endpoint_url, None
     if spec.parsed.scheme == "s3" and _has_credentials(spec):
-        found, region = s3_server(*find_credentials("s3", spec.storage_options, spec.stripped))
-        endpoint = endpoint or found
+        settings, credentials = find_credentials("s3", spec.storage_options, spec.stripped)
+        endpoint_of_profile, region = s3_server(settings, credentials)
+        endpoint = endpoint or endpoint_of_profile
     return NamedServer(endpoint, region)

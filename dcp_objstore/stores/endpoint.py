@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 from dcp_objstore.errors import ConfigError, StoreUnavailableError
 from dcp_objstore.stores.options import check_endpoint
 
-# RFC 3986, without those that `check_endpoint` refuses.
-_OF_URLS = re.compile(r"[A-Za-z0-9._~:/\[\]!$&'()*+,;=%-]+")
+# The characters of RFC 3986, without those that `check_endpoint` refuses.
+_URL_CHARACTERS = re.compile(r"[A-Za-z0-9._~:/\[\]!$&'()*+,;=%-]+")
 _AUTHORITY = re.compile(r"(?:\[[^]]+\]|[^:/\[\]]+)(?::\d+)?(?:/|$)")
 # If its last label is a number, it is read as an address (WHATWG, "URL": "ends in a number").
 _HOST_NAME = re.compile(r"(?:[A-Za-z0-9_-]+\.)*(?!(?:\d+|0[xX][0-9a-fA-F]*)\.?$)[A-Za-z0-9_-]+\.?")
@@ -96,17 +96,17 @@ def answer_to(
         raise StoreUnavailableError(f"{type(error).__name__}: {reason}", url=url) from error
 
 
-def _wrong_with(place: str) -> str | None:
-    """Return what is wrong with the part behind `://`; None if nothing is.
+def _wrong_with(host_and_path: str) -> str | None:
+    """Return what is wrong with the part of an endpoint behind `://`; None if nothing is.
 
     obstore panics on a URL that does not pass here.
     """
-    if _OF_URLS.fullmatch(place) is None:
+    if _URL_CHARACTERS.fullmatch(host_and_path) is None:
         return "has a space, or another character that a URL cannot have"
-    if _AUTHORITY.match(place) is None:
+    if _AUTHORITY.match(host_and_path) is None:
         return "has no host, or no port after its ':'"
     try:
-        parts = urlsplit(f"//{place}")
+        parts = urlsplit(f"//{host_and_path}")
         parts.port  # noqa: B018  raises for one that cannot exist
     except ValueError as error:
         return f"cannot be read ({error})"

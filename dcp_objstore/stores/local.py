@@ -57,10 +57,11 @@ from dcp_objstore.stores.ranges import REPLACED, Answer, RangeSource
 from dcp_objstore.stores.retries import RetryPolicy, Tries, small_policy
 from dcp_objstore.stores.urls import StoreUrl, check_key, parse_url
 
-_OURS = ".dcp-objstore."  # names that start so are temporary or locks, and are not objects
-_LOCK_NAME = f"{_OURS}lock"
+# Names that begin so are temporary objects or locks, and never shown as objects.
+_OUR_PREFIX = ".dcp-objstore."
+_LOCK_NAME = f"{_OUR_PREFIX}lock"
 # The names of temporary objects begin with this; random digits and the object's name follow.
-TEMPORARY = f"{_OURS}tmp."
+TEMPORARY = f"{_OUR_PREFIX}tmp."
 _NAME_BYTES = 255
 
 # The errors of a copy between two file systems, or on one that has no such call.
@@ -99,8 +100,10 @@ class LocalStore(BaseStore[Path]):
         if key is None:
             return self._root
         path = self._root / check_key(key)
-        if any(part.startswith(_OURS) for part in key.split("/")):
-            raise errors.InputError(f"keys may not have segments starting with {_OURS!r}: {key!r}")
+        if any(part.startswith(_OUR_PREFIX) for part in key.split("/")):
+            raise errors.InputError(
+                f"keys may not have segments starting with {_OUR_PREFIX!r}: {key!r}"
+            )
         return path
 
     def _translate(self, error: Exception) -> errors.DcpObjstoreError:
@@ -108,13 +111,14 @@ class LocalStore(BaseStore[Path]):
         if not isinstance(error, OSError):
             return kind_of_builtin(error)(f"{type(error).__name__}: {error}")
         if error.errno in _IN_THE_WAY:
-            place = Path(error.filename or self._root)
-            file = next((path for path in (place, *place.parents) if path.exists()), place)
+            path = Path(error.filename or self._root)
+            # Of the path and what is above it, the first that exists is the one in the way.
+            file = next((place for place in (path, *path.parents) if place.exists()), path)
             what = f"{str(file)!r} is a file, where a folder is needed"
             return errors.InputError(what, advice="choose another URL, or move the file away")
         translated = of_os(error)
         if isinstance(translated, errors.StoreFullError):
-            with suppress(OSError):
+            with suppress(OSError):  # the size is only told on top
                 translated.message += f"; {size_text(_free_bytes(self._root))} are free there now"
         return translated
 
@@ -175,13 +179,10 @@ class LocalStore(BaseStore[Path]):
         return place.relative_to(self._root).as_posix()
 
     def _delete(self, place: Path) -> None:
-        try:
-            with locked(place.parent, self._patience):
-                if not place.is_dir():  # the prefix of other keys, and no object
-                    place.unlink()
-                    _sync_folder(place.parent)
-        except NotADirectoryError:
-            return
+        with suppress(NotADirectoryError), locked(place.parent, self._patience):
+            if not place.is_dir():  # the prefix of other keys, and no object
+                place.unlink()
+                _sync_folder(place.parent)
 
     def remove_lock(self) -> None:
         """Remove the lock file of the folder, which no other program has to see."""
@@ -205,6 +206,7 @@ class LocalStore(BaseStore[Path]):
                     temporary.replace(path)
             _sync_folder(path.parent)
         except (IsADirectoryError, errors.PreconditionFailedError) as error:
+            # A folder in the object's place: a rename says so, a link only that the name exists.
             if not path.is_dir():
                 raise
             what = f"{str(path)!r} is a folder, where a file is needed"
@@ -232,7 +234,7 @@ class LocalStore(BaseStore[Path]):
                 temporary.replace(path)
 
     def _leads_up(self, key: str) -> bool:
-        """Whether a link leads to a folder that it is in."""
+        """Whether a link leads to a folder that it is in: a listing would never end."""
         path = self._root / key
         return path.resolve() in (above.resolve() for above in path.parents)
 
@@ -242,7 +244,7 @@ class LocalStore(BaseStore[Path]):
             entries = _entries(self._root / folder)
         for entry in entries:
             key = f"{folder}/{entry.name}" if folder else entry.name
-            meta: ObjectMeta | None = None
+            meta: ObjectMeta | None = None  # none of a folder, or of a socket, for example
             with self._errors(None):
                 try:
                     is_folder = entry.is_dir()
@@ -292,7 +294,7 @@ class LocalUploads:
             except OSError as error:
                 raise of_os(error).at(url=f"file://{self._root}") from error
             upload_id = place.relative_to(self._root)
-            # Its own name where the object's was too long for both.
+            # Behind its random digits is the object's name, unless that was too long for both.
             name = place.name.removeprefix(TEMPORARY).partition(".")[2] or place.name
             written = datetime.fromtimestamp(status.st_mtime, tz=UTC)
             key = str(upload_id.parent / name)
@@ -314,9 +316,9 @@ class LocalUploads:
 
 def temporary_name(name: str) -> str:
     """Return a name for an object until it is whole: random, and with its own if both fit."""
-    start = f"{TEMPORARY}{secrets.token_hex(8)}."
-    fits = len(os.fsencode(start + name)) <= _NAME_BYTES
-    return start + (name if fits else "")
+    prefix = f"{TEMPORARY}{secrets.token_hex(8)}."
+    fits = len(os.fsencode(prefix + name)) <= _NAME_BYTES
+    return prefix + name if fits else prefix
 
 
 def _write_buffers(buffers: Iterator[Buffer], fd: int) -> None:
@@ -327,9 +329,9 @@ def _write_buffers(buffers: Iterator[Buffer], fd: int) -> None:
             view = memoryview(next(buffers))
         except StopIteration:
             return
-        written = 0
-        while written < len(view):
-            written += os.write(fd, view[written:])
+        written_bytes = 0
+        while written_bytes < len(view):
+            written_bytes += os.write(fd, view[written_bytes:])
         del view
 
 
@@ -350,7 +352,10 @@ def _copy_range(from_fd: int, fd: int, start: int, end: int) -> None:
 
 
 def _write_synced(path: Path, write: Callable[[int], None]) -> os.stat_result:
-    """Write a new file and have it on the disk; return its status."""
+    """Write a new file and have it on the disk; return its status.
+
+    The time is set because that of the file system may be coarser than its changes are apart.
+    """
     fd = open_here(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         write(fd)
@@ -363,6 +368,7 @@ def _write_synced(path: Path, write: Callable[[int], None]) -> os.stat_result:
 
 
 def _check_version(path: Path, expected: Version) -> None:
+    """Raise unless an object is in the expected state. The caller holds the folder's lock."""
     try:
         present = _version(path.stat())
     except FileNotFoundError:
@@ -415,7 +421,7 @@ class FileSource(RangeSource):
         self._path = path
 
     def ask(self, start: int, end: int) -> Answer:
-        """Ask for bytes `[start, end)`, or for the first part of them."""
+        """Open the file, which the answer closes."""
         fd, status = _open(self._path)
         if status.st_size < end:
             os.close(fd)
@@ -430,7 +436,7 @@ class _LocalAnswer(Answer):
 
     def __init__(self, fd: int, start: int, version: Version) -> None:
         self._fd = fd
-        self._at = start
+        self._position = start
         self._version = version
 
     def version(self) -> Version:
@@ -441,10 +447,10 @@ class _LocalAnswer(Answer):
 
     def readinto(self, into: memoryview) -> int:
         """Read the next bytes to the front of `into`; return how many."""
-        count = os.preadv(self._fd, [into], self._at)
+        count = os.preadv(self._fd, [into], self._position)
         if not count:
-            raise errors.CorruptDataError(f"the object ends at {self._at}")
-        self._at += count
+            raise errors.CorruptDataError(f"the object ends at {self._position}")
+        self._position += count
         return count
 
     def close(self) -> None:
@@ -471,6 +477,7 @@ def _open(path: Path) -> tuple[int, os.stat_result]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+    """Open an object for reading; yield its descriptor and status, then close it."""
     fd, status = _open(path)
     try:
         yield fd, status
@@ -480,8 +487,8 @@ def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
 
 def _free_bytes(folder: Path) -> int:
     """Return the room on a folder's file system; the folder need not exist yet."""
-    place = next(place for place in (folder, *folder.parents) if place.exists())
-    return shutil.disk_usage(place).free
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    return shutil.disk_usage(existing).free
 
 
 def _make_folder(folder: Path) -> None:
@@ -502,9 +509,10 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _entries(folder: Path) -> Sequence[os.DirEntry[str]]:
+    """Return what is in a folder, by name and without what is ours; nothing if it is no folder."""
     try:
         with os.scandir(folder) as listing:
-            entries = [entry for entry in listing if not entry.name.startswith(_OURS)]
+            entries = [entry for entry in listing if not entry.name.startswith(_OUR_PREFIX)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(entries, key=lambda entry: entry.name)

@@ -22,7 +22,7 @@ S = TypeVar("S", bound="Schema")
 
 _KEY = "option"
 # Settings of obstore that need no option here, and why.
-_NEEDLESS: Final = {
+_NEEDLESS_NAMES: Final = {
     "s3_express": "a directory bucket is known by its name (…--x-s3)",
     "aws_s3_express": "a directory bucket is known by its name (…--x-s3)",
     "conditional_put": "conditional writes are tried out, not set",
@@ -191,8 +191,8 @@ def check_by(schema: type[S], options: object, scheme: str = "") -> tuple[S, dic
     """
     spellings: dict[str, dict[str, Any]] = {}
     where = f"storage_options for {scheme}://" if scheme else "storage_options"
-    copied = _read(schema, options, (), where=where, spellings=spellings)
-    parsed = schema(**{name: _the_one(spelled) for name, spelled in spellings.items()})
+    copied = _check_mapping(schema, options, (), where=where, spellings=spellings)
+    parsed = schema(**{name: _agreed_value(spelled) for name, spelled in spellings.items()})
     parsed.check()
     return parsed, copied
 
@@ -225,8 +225,8 @@ def check_certificates(verify: bool | str) -> bool | str:
     return str(path)
 
 
-def _the_one(spelled: Mapping[str, Any]) -> Any:
-    """Return the value of an option that may be given in several spellings."""
+def _agreed_value(spelled: Mapping[str, Any]) -> Any:
+    """Return the value of an option that was given in one or several spellings."""
     first, *others = spelled.values()
     if any(value != first for value in others):
         raise ConfigError(
@@ -235,20 +235,24 @@ def _the_one(spelled: Mapping[str, Any]) -> Any:
     return first
 
 
-def _known(schema: type[Schema], path: tuple[str, ...]) -> dict[str, Option | None]:
-    """The names that the mapping at a path takes; None: the name of a mapping inside it."""
+def _names_at(schema: type[Schema], path: tuple[str, ...]) -> dict[str, Option | None]:
+    """The names that the mapping at a path takes; None: the name of a mapping inside it.
+
+    With an option `client_kwargs.region_name`, `client_kwargs` stands for None in the outermost
+    mapping, whose path is empty, and `region_name` for the option at `("client_kwargs",)`.
+    """
     known: dict[str, Option | None] = {}
     for option in schema.options().values():
         for spelling in option.spellings:
-            *above, name = spelling.split(".")
-            if tuple(above) == path:
+            *outer, name = spelling.split(".")
+            if tuple(outer) == path:
                 known[name] = option
-            elif tuple(above[: len(path)]) == path:
-                known[above[len(path)]] = None
+            elif tuple(outer[: len(path)]) == path:
+                known[outer[len(path)]] = None
     return known
 
 
-def _read(
+def _check_mapping(
     schema: type[Schema],
     options: object,
     path: tuple[str, ...],
@@ -256,7 +260,7 @@ def _read(
     where: str,
     spellings: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """Check one mapping and those nested in it; return a copy.
+    """Check a mapping of options and those nested in it; return a copy of it without Nones.
 
     Args:
         schema: the provider's schema.
@@ -267,7 +271,7 @@ def _read(
     """
     if not isinstance(options, Mapping):
         raise ConfigError(f"{where} must be a mapping, got {type(options).__name__}")
-    known = _known(schema, path)
+    known = _names_at(schema, path)
     copied: dict[str, Any] = {}
     for name, value in options.items():
         if name not in known:
@@ -275,10 +279,12 @@ def _read(
         if value is None:
             continue
         option = known[name]
-        outer, *inner = (*path, name)
-        spelled = outer + "".join(f"[{step!r}]" for step in inner)
+        outermost, *inner = (*path, name)
+        spelled = outermost + "".join(f"[{step!r}]" for step in inner)
         if option is None:
-            copied[name] = _read(schema, value, (*path, name), where=spelled, spellings=spellings)
+            copied[name] = _check_mapping(
+                schema, value, (*path, name), where=spelled, spellings=spellings
+            )
         else:
             _check_value(name, value, option, where)
             spellings.setdefault(option.field, {})[spelled] = value
@@ -329,19 +335,20 @@ def _hint(schema: type[Schema], name: str, known: Collection[str]) -> str | None
         name: the name as it was given, inside one mapping of the options.
         known: the names that this mapping takes.
     """
-    if name in _NEEDLESS:
-        return f"there is no need for it: {_NEEDLESS[name]}."
+    if name in _NEEDLESS_NAMES:
+        return f"there is no need for it: {_NEEDLESS_NAMES[name]}."
     for option in schema.options().values():
         leaves = [spelling.rpartition(".")[2] for spelling in option.spellings]
         if name in leaves or name in option.native or name in option.called:
-            here = next((leaf for leaf in leaves if leaf in known), None)
-            outside = ", outside of this mapping" if here is None and "." not in option.name else ""
-            return f"did you mean {_written(here or option.name)}{outside}?"
+            name_here = next((leaf for leaf in leaves if leaf in known), None)
+            is_outside = name_here is None and "." not in option.name
+            where = ", outside of this mapping" if is_outside else ""
+            return f"did you mean {_as_in_options(name_here or option.name)}{where}?"
     return None
 
 
-def _written(name: str) -> str:
-    """A name, or where it is in the nested mappings."""
+def _as_in_options(name: str) -> str:
+    """Write an option as in Python: `'a'`, or `'a': {'b': …}` for the name `a.b`."""
     head, *inner = name.split(".")
     if not inner:
         return repr(head)

@@ -34,14 +34,15 @@ SCHEMAS: Final[Mapping[str, type[Schema]]] = {
     "file": NoOptions,
     "memory": NoOptions,
 }
-_SECRETS: Final = frozenset(
+# Of nested options the innermost name: what is secret is so wherever it stands.
+_SECRET_NAMES: Final = frozenset(
     spelling.rpartition(".")[2]
     for schema in SCHEMAS.values()
     for option in schema.options().values()
     if option.secret
     for spelling in option.spellings
 )
-_NAMES: Final = frozenset(
+_OUTERMOST_NAMES: Final = frozenset(
     spelling.partition(".")[0]
     for schema in SCHEMAS.values()
     for option in schema.options().values()
@@ -88,9 +89,9 @@ def check_options(scheme: str, options: Mapping[str, object] | None) -> dict[str
     if options is None:
         return {}
     if isinstance(options, Mapping) and options.get(FILESYSTEM) is not None:
-        return _filesystem(options, scheme)
+        return _check_filesystem(options, scheme)
     if is_foreign(scheme):
-        return _foreign(options, scheme)
+        return _check_foreign(options, scheme)
     _, copied = check_by(SCHEMAS[scheme], options, scheme)
     return copied
 
@@ -107,8 +108,8 @@ def is_foreign(scheme: str) -> bool:
 
 
 def are_known(options: Mapping[str, object]) -> bool:
-    """Whether schemas have all of the options, of whatever scheme."""
-    return _NAMES.issuperset(options)
+    """Whether schemas know the names of all options; each may be of another scheme's."""
+    return _OUTERMOST_NAMES.issuperset(options)
 
 
 def is_secret(name: str, value: object = None, *, foreign: bool = False) -> bool:
@@ -122,16 +123,18 @@ def is_secret(name: str, value: object = None, *, foreign: bool = False) -> bool
     if name == FILESYSTEM:
         return True  # it holds its own credentials
     if foreign:
-        odd = isinstance(value, str) and any(character in value for character in "@?")
-        return name not in _PUBLIC_NAMES or isinstance(value, Mapping) or odd
-    return name in _SECRETS and not (isinstance(value, str) and value in _PUBLIC_TOKENS)
+        may_be_url_with_secret = isinstance(value, str) and ("@" in value or "?" in value)
+        is_mapping = isinstance(value, Mapping)  # its names are not known
+        return name not in _PUBLIC_NAMES or is_mapping or may_be_url_with_secret
+    is_method = isinstance(value, str) and value in _PUBLIC_TOKENS
+    return name in _SECRET_NAMES and not is_method
 
 
 def secret_names(options: Mapping[str, object], *, foreign: bool = False) -> list[str]:
     """Names of all options, nested ones too, that hold credentials."""
     names = [name for name, value in options.items() if is_secret(name, value, foreign=foreign)]
     for value in options.values():
-        if isinstance(value, Mapping) and not foreign:
+        if isinstance(value, Mapping) and not foreign:  # a foreign one is secret as a whole
             names += secret_names(value)
     return sorted(names)
 
@@ -152,7 +155,7 @@ def public_options(
     return shown
 
 
-def _filesystem(options: Mapping[str, object], scheme: str) -> dict[str, object]:
+def _check_filesystem(options: Mapping[str, object], scheme: str) -> dict[str, object]:
     """Check options with a filesystem of fsspec in `fs`, and return them."""
     from fsspec import AbstractFileSystem
 
@@ -172,8 +175,8 @@ def _filesystem(options: Mapping[str, object], scheme: str) -> dict[str, object]
     return {FILESYSTEM: fs}
 
 
-def _foreign(options: object, scheme: str) -> dict[str, object]:
-    """Check the options of a scheme that only fsspec knows, and return them."""
+def _check_foreign(options: object, scheme: str) -> dict[str, object]:
+    """Check the options of a scheme that only fsspec knows, and return a copy of them."""
     where = f"storage_options for {scheme}://"
     if not isinstance(options, Mapping):
         raise ConfigError(f"{where} must be a mapping, got {type(options).__name__}")
@@ -186,7 +189,7 @@ def _foreign(options: object, scheme: str) -> dict[str, object]:
     }
 
 
-_FIND: dict[str, Callable[..., Credentials]] = {
+_FINDERS: dict[str, Callable[..., Credentials]] = {
     "s3": find_s3_credentials,
     "gs": find_gcs_credentials,
     "az": find_azure_credentials,
@@ -208,4 +211,4 @@ def find_credentials(
         ConfigError: see `parse`.
     """
     settings = parse(SCHEMAS[scheme], options)
-    return settings, _FIND[scheme](settings, stripped)
+    return settings, _FINDERS[scheme](settings, stripped)

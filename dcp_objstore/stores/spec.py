@@ -110,9 +110,12 @@ class StoreSpec:
         return self.at(f"{self.url}/{name}") if name else self
 
     def parent(self) -> tuple[StoreSpec | None, str]:
-        """Return the prefix that this one lies in, and its name there; None at a store's root."""
+        """Return the spec of the prefix that this one lies in, and this one's name there.
+
+        At a store's root, and right below the root of a file system, they are None and "".
+        """
         url, _, name = self.url.rpartition("/")
-        if not name or not self.parsed.prefix.strip("/") or url in ("file:/", "file://"):
+        if not self.parsed.prefix or url.endswith("://"):
             return None, ""
         return self.at(url), name
 
@@ -143,13 +146,13 @@ class StoreSpec:
         return self._shared(Boto3Clients)
 
     def _shared(self, make: Callable[..., C]) -> C:
-        """The clients that `make` made for this bucket, options, settings and environment."""
+        """Return the clients that `make` makes for this bucket; made once for equal arguments."""
         guard_fork()
         url, options = self.parsed, self.storage_options
         # The environment is part of the key: credentials in it may have been renewed.
         names = sorted(name for name in os.environ if name.startswith(_VARIABLES))
         environment = tuple((name, os.environ.get(name)) for name in names)
-        key = (make, url.scheme, url.bucket, _frozen(options), self.config, environment)
+        key = (make, url.scheme, url.bucket, _hashable(options), self.config, environment)
         with _clients_lock:
             if key not in _clients:
                 _clients[key] = make(url, options, self.config, self.stripped)
@@ -164,13 +167,14 @@ class StoreSpec:
         return f"StoreSpec({self.url!r}, storage_options={shown!r}, config={self.config!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StoreSpec) and self._identity() == other._identity()
+        return isinstance(other, StoreSpec) and self._compared() == other._compared()
 
     def __hash__(self) -> int:
-        return hash(self._identity())
+        return hash(self._compared())
 
-    def _identity(self) -> tuple[object, ...]:
-        return (self.url, _frozen(self.storage_options), self.config)
+    def _compared(self) -> tuple[object, ...]:
+        """What makes two specs equal: not what pickling left out."""
+        return (self.url, _hashable(self.storage_options), self.config)
 
     def __copy__(self) -> StoreSpec:
         return self
@@ -220,10 +224,9 @@ def _open_obstore(spec: StoreSpec) -> ObjectStore:
     from dcp_objstore.stores.clients import make_clients
     from dcp_objstore.stores.obstore.store import ObstoreStore
 
-    copies = spec.parsed.scheme == "s3" and importlib.util.find_spec("boto3") is not None
-    return ObstoreStore(
-        spec.parsed, spec._shared(make_clients), partial(_open_boto3, spec) if copies else None
-    )
+    has_boto3 = spec.parsed.scheme == "s3" and importlib.util.find_spec("boto3") is not None
+    over_boto3 = partial(_open_boto3, spec) if has_boto3 else None
+    return ObstoreStore(spec.parsed, spec._shared(make_clients), over_boto3)
 
 
 def _open_boto3(spec: StoreSpec) -> Boto3Store:
@@ -243,7 +246,7 @@ def _open_fsspec(spec: StoreSpec) -> ObjectStore:
     return FsspecStore(spec.parsed, filesystems)
 
 
-# What carries the requests to which store; fsspec carries them to any.
+# What opens a store, by its scheme and the transport; fsspec carries requests to any store.
 _OPEN: dict[tuple[str, str], Callable[[StoreSpec], ObjectStore]] = {
     ("az", "native"): _open_obstore,
     ("file", "native"): _open_local,
@@ -278,14 +281,17 @@ def _with_transport(
 def _opener(
     scheme: str, options: Mapping[str, object], config: TransferConfig
 ) -> Callable[[StoreSpec], ObjectStore]:
-    """Return the function that opens a store over the configured transport."""
-    transport = config.transport
-    if transport == "native" and ("fs" in options or is_foreign(scheme)):
-        transport = "fsspec"
-    if transport == "fsspec":
+    """Return the function that opens a store over the configured transport.
+
+    Raises:
+        ConfigError: the transport does not carry requests there; says which ones do.
+    """
+    transport, needs_fsspec = config.transport, "fs" in options or is_foreign(scheme)
+    # "native" is the default, so it may not have been chosen.
+    if transport == "fsspec" or (transport == "native" and needs_fsspec):
         return _open_fsspec
-    if (scheme, transport) not in _OPEN or "fs" in options:
-        fitting = [opener for to, opener in _OPEN if to == scheme and "fs" not in options]
+    if needs_fsspec or (scheme, transport) not in _OPEN:
+        fitting = [name for to, name in _OPEN if to == scheme and not needs_fsspec]
         raise ConfigError(
             f"transport {transport!r} does not carry {scheme}:// with these options; use"
             f" {' or '.join(map(repr, [*fitting, 'fsspec']))}"
@@ -321,21 +327,21 @@ def options_of_other(
     """Return the options of the other side: those given, or `options` if its scheme is the same.
 
     Args:
-        other_options: the options that the caller gave for the other side.
+        other_options: the options that the caller gave for the other side; None: none.
         url: the URL that `options` are for.
         options: credentials and endpoint of `url`.
         other: path or URL of the other side.
     """
-    schemes = {os.fspath(address).partition("://")[0] for address in (url, other)}
-    return options if other_options is None and len(schemes) == 1 else other_options
+    scheme, other_scheme = (os.fspath(place).partition("://")[0] for place in (url, other))
+    return options if other_options is None and scheme == other_scheme else other_options
 
 
-def _frozen(value: object) -> object:
-    """A hashable stand-in: mappings and sequences by content, the rest as it is or by identity."""
+def _hashable(value: object) -> object:
+    """A hashable stand-in: mappings and sequences by content, the rest as it is or by its id."""
     if isinstance(value, Mapping):
-        return tuple(sorted((str(key), _frozen(item)) for key, item in value.items()))
+        return tuple(sorted((str(key), _hashable(item)) for key, item in value.items()))
     if isinstance(value, (list, tuple)):
-        return tuple(_frozen(item) for item in value)
+        return tuple(_hashable(item) for item in value)
     try:
         hash(value)
     except TypeError:
@@ -369,9 +375,10 @@ def open_bucket_uploads(spec: StoreSpec) -> S3Uploads:
     if url.scheme in ("file", "memory"):
         raise UnsupportedError(f"{url.scheme}:// has no multipart uploads")
     if url.scheme != "s3":
-        by = "by Azure after a week" if url.scheme == "az" else "by a lifecycle rule"
-        what = f"unfinished uploads to {url.scheme}:// cannot be listed; they are removed {by}"
-        raise UnsupportedError(what)
+        remover = "Azure after a week" if url.scheme == "az" else "a lifecycle rule"
+        raise UnsupportedError(
+            f"unfinished uploads to {url.scheme}:// cannot be listed; they are removed by {remover}"
+        )
     if importlib.util.find_spec("boto3") is None:
         raise UnsupportedError(
             "boto3 is not installed, which lists unfinished uploads: pip install 'dcp-objstore[s3]'"

@@ -18,7 +18,7 @@ from dcp_objstore.errors import InvalidUrlError
 
 Scheme = Literal["s3", "gs", "az", "file", "memory"]
 SCHEMES: tuple[Scheme, ...] = ("s3", "gs", "az", "file", "memory")
-_SHOWN = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+_SCHEMES_TEXT = ", ".join(f"{scheme}://" for scheme in SCHEMES)
 _ALIASES: dict[str, Scheme] = {
     "s3": "s3",
     "gs": "gs",
@@ -41,7 +41,7 @@ _OTHER_NAMES = {
     "local": "file",
     "mem": "memory",
 }
-# fsspec knows them, and they are no stores, or have another name here.
+# Schemes of fsspec that are no stores, or that have another name here.
 _NO_STORES = ("data", "file", "http", "https", "local", "memory")
 # `abfss://container@account.dfs.core.windows.net/prefix`, as Hadoop and Azure's portal write it.
 _AZURE_ACCOUNT = re.compile(r"([a-z0-9-]+)@([a-z0-9]{3,24})\.(?:dfs|blob)\.[a-z.]+\Z")
@@ -105,13 +105,13 @@ def parse_url(url: object, also: Collection[str] = ()) -> StoreUrl:
             URL, or a prefix with an empty, `.` or `..` segment.
     """
     if not isinstance(url, str):
-        raise InvalidUrlError(_not_a_string(url))
+        raise InvalidUrlError(_not_a_string_text(url))
     head, separator, rest = url.partition("://")
     if not separator or "/" in head or "@" in head:
-        raise InvalidUrlError(_no_scheme(url))
+        raise InvalidUrlError(_no_scheme_text(url))
     if "::" in head:
         raise InvalidUrlError(
-            f"{_shown(url)} chains filesystems; make the outer one yourself, with fsspec, and pass"
+            f"{_masked(url)} chains filesystems; make the outer one yourself, with fsspec, and pass"
             " storage_options={'fs': filesystem}"
         )
     name = head.lower()
@@ -122,9 +122,12 @@ def parse_url(url: object, also: Collection[str] = ()) -> StoreUrl:
         return _bucket_url(url, scheme, rest)
     if name in also or (name not in _OTHER_NAMES and is_known_to_fsspec(name)):
         return _fsspec_url(url, name, rest)
-    if (stored := _of_web(url)) is not None:
-        raise InvalidUrlError(f"{_shown(url)} is an address on the web: write {_shown(stored)}")
-    raise InvalidUrlError(_unknown_scheme(head))
+    store_url = _from_web_address(url)
+    if store_url is not None:
+        raise InvalidUrlError(
+            f"{_masked(url)} is an address on the web: write {_masked(store_url)}"
+        )
+    raise InvalidUrlError(_unknown_scheme_text(head))
 
 
 def is_known_to_fsspec(scheme: str) -> bool:
@@ -154,7 +157,7 @@ def check_key(key: str) -> str:
     A key is made of `/`-separated segments, none of them empty, `.` or `..`, without
     control characters.
     """
-    return _check_segments(key, repr(key))
+    return _checked_segments(key, repr(key))
 
 
 def check_prefix(prefix: str) -> str:
@@ -166,8 +169,11 @@ def check_prefix(prefix: str) -> str:
     return check_key(prefix[:-1])
 
 
-def _shown(url: str) -> str:
-    """A refused URL for a message, without what may be a secret: a user's name, or a query."""
+def _masked(url: str) -> str:
+    """A refused URL in quotes for a message, with `***` for what may be a secret.
+
+    That is all before the last `@` (a user's name, a password), or else the query.
+    """
     head, separator, rest = url.rpartition("://")
     rest, query, _ = rest.partition("?")
     if "@" in url:
@@ -175,7 +181,8 @@ def _shown(url: str) -> str:
     return repr(f"{head}{separator}{rest}{'?***' if query else ''}")
 
 
-def _check_segments(text: str, shown: str) -> str:
+def _checked_segments(text: str, shown: str) -> str:
+    """Return a key or prefix, unless no store could hold it; `shown` is its name in the error."""
     if any(segment in ("", ".", "..") for segment in text.split("/")):
         raise InvalidUrlError(f"{shown} has an empty, '.' or '..' segment; remove it")
     if _CONTROL.search(text):
@@ -183,20 +190,22 @@ def _check_segments(text: str, shown: str) -> str:
     return text
 
 
-def _check_prefix(prefix: str, url: str) -> str:
+def _checked_url_prefix(prefix: str, url: str) -> str:
+    """Return the prefix of a URL without its final slash; it may be empty."""
     prefix = prefix.removesuffix("/")
-    return prefix and _check_segments(prefix, _shown(url))
+    return prefix and _checked_segments(prefix, _masked(url))
 
 
 def _bucket_url(url: str, scheme: Scheme, rest: str) -> StoreUrl:
     """Read the URL of a bucket; say what is wrong with one that cannot be."""
     bucket, _, prefix = rest.partition("/")
-    azure = _AZURE_ACCOUNT.match(bucket) if scheme == "az" else None
-    if azure:
+    hadoops = _AZURE_ACCOUNT.match(bucket) if scheme == "az" else None
+    if hadoops:
+        container, account = hadoops.groups()
         raise InvalidUrlError(
             f"the storage account does not belong in an az:// URL: write"
-            f" {_shown(f'az://{azure[1]}/{prefix}')} with storage_options="
-            f"{{'account_name': {azure[2]!r}}}"
+            f" {_masked(f'az://{container}/{prefix}')} with storage_options="
+            f"{{'account_name': {account!r}}}"
         )
     if "@" in bucket:
         # The URL is not repeated: what stands before the @ may be a secret.
@@ -205,38 +214,36 @@ def _bucket_url(url: str, scheme: Scheme, rest: str) -> StoreUrl:
             "{'key': …, 'secret': …} or set the environment"
         )
     if not bucket:
-        what = {"memory": "store name", "az": "container"}.get(scheme, "bucket")
-        raise InvalidUrlError(
-            f"{_shown(url)} names no {what}; write {scheme}://{what.rsplit(maxsplit=1)[-1]}/prefix"
-        )
+        what = {"memory": "store", "az": "container"}.get(scheme, "bucket")
+        raise InvalidUrlError(f"{_masked(url)} names no {what}; write {scheme}://{what}/prefix")
     if bucket.startswith("arn:"):
         raise InvalidUrlError(
-            f"{_shown(url)} names an access point by its ARN: write its alias in place of the ARN"
+            f"{_masked(url)} names an access point by its ARN: write its alias in place of the ARN"
             " (aws s3control get-access-point shows it)"
         )
     if not _BUCKET.match(bucket):
         raise InvalidUrlError(
-            f"{_shown(url)} has no bucket name: letters, digits, '.', '-' and '_' only"
+            f"{_masked(url)} has no bucket name: letters, digits, '.', '-' and '_' only"
         )
     if scheme == "az" and "\\" in prefix:
-        raise InvalidUrlError(f"{_shown(url)} has a backslash, which Azure makes a '/'; remove it")
-    return StoreUrl(scheme, bucket, _check_prefix(prefix, url))
+        raise InvalidUrlError(f"{_masked(url)} has a backslash, which Azure makes a '/'; remove it")
+    return StoreUrl(scheme, bucket, _checked_url_prefix(prefix, url))
 
 
 def _file_url(url: str, rest: str) -> StoreUrl:
     """Parse a file:// URL."""
     if "@" in rest.partition("/")[0]:
-        raise InvalidUrlError(f"{_shown(url)} names a user; a folder's URL reads file:///path")
+        raise InvalidUrlError(f"{_masked(url)} names a user; a folder's URL reads file:///path")
     path = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
     if not path.startswith("/"):
         raise InvalidUrlError(
-            f"{_shown(url)} is not absolute: write file:///path (three slashes), for example"
+            f"{_masked(url)} is not absolute: write file:///path (three slashes), for example"
             f" file://{os.path.abspath(path or '.')}"  # noqa: PTH100  text for a message only
         )
     trimmed = path.strip("/")
     if not trimmed:
         raise InvalidUrlError(f"{url!r} is the root of the file system; name a folder in it")
-    return StoreUrl("file", "", "/" + _check_segments(trimmed, _shown(url)))
+    return StoreUrl("file", "", "/" + _checked_segments(trimmed, _masked(url)))
 
 
 def _fsspec_url(url: str, scheme: str, rest: str) -> StoreUrl:
@@ -250,13 +257,14 @@ def _fsspec_url(url: str, scheme: str, rest: str) -> StoreUrl:
             f"a password does not belong in a {scheme}:// URL; pass it in storage_options"
         )
     if not authority and not prefix.strip("/"):
-        raise InvalidUrlError(f"{_shown(url)} names no place; write {scheme}://place/prefix")
+        raise InvalidUrlError(f"{_masked(url)} names no place; write {scheme}://place/prefix")
     if authority:
-        _check_segments(authority, _shown(url))
-    return StoreUrl(scheme, authority, _check_prefix(prefix, url))
+        _checked_segments(authority, _masked(url))
+    return StoreUrl(scheme, authority, _checked_url_prefix(prefix, url))
 
 
-def _not_a_string(url: object) -> str:
+def _not_a_string_text(url: object) -> str:
+    """Say what to write in the place of an object that is not a URL."""
     if isinstance(url, os.PathLike):
         # Path('s3://b/k') has already become 's3:/b/k': it cannot be repaired safely.
         return (
@@ -267,15 +275,18 @@ def _not_a_string(url: object) -> str:
     return f"a URL must be a str, got {type(url).__name__}{swapped}"
 
 
-def _no_scheme(url: str) -> str:
-    broken = re.match(r"([A-Za-z0-9]+):/(?!/)(.*)", url)
-    if broken and (broken[1].lower() in _ALIASES or is_known_to_fsspec(broken[1].lower())):
-        whole = f"{broken[1]}://{'/' if broken[1].lower() == 'file' else ''}{broken[2]}"
-        return f"{_shown(url)} has lost a slash (pathlib does that): write {_shown(whole)}"
-    return f"{_shown(url)} has no scheme; use one of {_SHOWN} (for a local folder: file:///path)"
+def _no_scheme_text(url: str) -> str:
+    """Say what is wrong with a URL without `://`; pathlib makes `s3:/b/k` of `s3://b/k`."""
+    scheme, separator, rest = url.partition(":/")
+    name = scheme.lower()
+    is_scheme = name in _ALIASES or is_known_to_fsspec(name)
+    if separator and is_scheme and not rest.startswith("/"):
+        whole = f"{scheme}://{'/' if name == 'file' else ''}{rest}"
+        return f"{_masked(url)} has lost a slash (pathlib does that): write {_masked(whole)}"
+    return f"{_masked(url)} has no scheme; use one of {_SCHEMES_TEXT} (for a local folder: file:///path)"
 
 
-def _of_web(url: str) -> str | None:
+def _from_web_address(url: str) -> str | None:
     """Return what to write for the address of an object or a bucket on the web."""
     address = url.partition("?")[0]
     for pattern, scheme in _WEB_ADDRESSES:
@@ -285,8 +296,9 @@ def _of_web(url: str) -> str | None:
     return None
 
 
-def _unknown_scheme(head: str) -> str:
+def _unknown_scheme_text(head: str) -> str:
+    """Say which schemes are known, and which one may be meant."""
     close = difflib.get_close_matches(head.lower(), list(_ALIASES), n=1, cutoff=0.5)
     nearest = _OTHER_NAMES.get(head.lower(), close[0] if close else None)
     hint = f"did you mean {nearest}://? Known" if nearest else "known"
-    return f"unknown scheme '{head}://'; {hint} are {_SHOWN} and those of fsspec"
+    return f"unknown scheme '{head}://'; {hint} are {_SCHEMES_TEXT} and those of fsspec"

@@ -243,7 +243,7 @@ def test_urls_are_taken_literally_and_brought_to_one_form(url, normal):
         ("s3:/bucket/x", "write 's3://bucket/x'"),
         ("s3://", "names no bucket"),
         ("s3:///key", "names no bucket"),
-        ("memory://", "names no store name"),
+        ("memory://", "names no store;"),
         ("s3://bucket//x", "empty"),
         ("s3://bucket/a/../b", "'..'"),
         ("s3://bucket/a\nb", "control"),

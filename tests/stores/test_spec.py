@@ -121,6 +121,8 @@ def test_clients_are_shared_by_specs_that_agree(no_aws):
         ("s3://bucket", None, ""),
         ("file:///run/step-1", "file:///run", "step-1"),
         ("file:///run", None, ""),
+        ("sftp:///run/step-1", "sftp:///run", "step-1"),
+        ("sftp:///run", None, ""),
         ("memory://name/x", "memory://name", "x"),
         ("memory://name", None, ""),
     ],
