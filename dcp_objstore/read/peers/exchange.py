@@ -34,7 +34,7 @@ from dcp_objstore.read.geometry import Selection
 from dcp_objstore.read.peers.plan import NEED, ExchangePlan, Needs, Segment, SharedRequest
 from dcp_objstore.read.peers.shared_memory import SharedMemory, SharedMemoryAddress, attach
 from dcp_objstore.read.plan import PlannedLoad, blocks_at
-from dcp_objstore.read.tensor_read import Block, Read, TensorRead
+from dcp_objstore.read.tensor_read import Block, BlockRange, Read, TensorRead
 from dcp_objstore.threads import STEP_SECONDS, result_of, wait_in_steps
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span
@@ -75,7 +75,7 @@ def needs_of(
     rows: list[tuple[int, int, int, int, int, int, int]] = []  # as in `NEED`
     selections: dict[int, Selection] = {}
     for span in spans:
-        # Bytes of the item's payload; `offset` turns them into bytes of the object.
+        # Bytes of the item's payload. Add `offset`, and they are bytes of the object.
         start, end = span.tag.position, span.tag.position + span.end - span.start
         offset = span.start - start
         for read in span.tag.reads:
@@ -144,31 +144,35 @@ class Exchange:
         # One thread for all collective steps, so that they run in the same order on every rank.
         # Ctrl-C ends only the wait for a step; the other ranks hear of it after the current step.
         self._thread = DaemonPool(1, "exchange")
-        self._over = False  # whether no rank waits for another any more
-        self._round = 0
+        self._is_over = False  # whether no rank waits for another any more
+        self._round = 0  # the number of rounds that were run
         # Set by `prepare`.
         self._reads: Sequence[Read]
-        self._spans: dict[tuple[int, int, int], Span[Block]]
+        self._spans: dict[BlockRange, Span[Block]]
         self.requests: list[RangeRequest[Block]]
-        self._fetched: dict[int, SharedRequest]
-        self._due: list[int]
+        # What was planned of each of `requests`, by the request's `id`.
+        self._shared_by_id: dict[int, SharedRequest]
+        # The number of this rank's requests up to the end of each round.
+        self._due_by_round: list[int]
         self._slots: SharedMemory
         self._slot_bytes: int
-        self._arena: torch.Tensor
+        self._arena: torch.Tensor  # the messages that are received in a round
         self.memory_bytes: int
-        # The slots of other ranks that this rank can read.
-        self._local: dict[int, _Slots] = {}
-        # Ranks that cannot read this rank's slots, and the messages to them by sequence.
-        self._remote: set[int] = set()
+        # The slots of other ranks that this rank can read, by rank.
+        self._peer_slots: dict[int, _Slots] = {}
+        # Ranks that cannot read this rank's slots; and the messages to them, by the sequence of the
+        # request and by rank. A request that was fetched has an entry, even if it is empty.
+        self._unreached: set[int] = set()
         self._outbox: dict[int, dict[int, torch.Tensor]] = {}
         self._changed = threading.Condition()
         self._admitted = 0  # the number of requests that have a slot; they are admitted in order
         self._freed = 0  # the number of requests whose slots no rank needs any more
         self.received_bytes = 0
-        # Whether it is known which ranks can read whose slots.
-        self._connected: Future[None] = Future()
+        # Done as soon as it is known which ranks can read whose slots.
+        self._mapped: Future[None] = Future()
 
     def _request(self, planned: SharedRequest) -> RangeRequest[Block]:
+        """Return the ranged GET of a shared request, with this rank's spans."""
         spans = [self._spans[planned.object_number, *block] for block in planned.blocks]
         return RangeRequest(planned.object_number, planned.start, planned.end, spans)
 
@@ -178,9 +182,10 @@ class Exchange:
         A round's slots become free when all ranks have reached the next round, and by then each
         rank has already fetched its part of that next round.
         """
-        before = [0, 0, *self._due]
-        pairs = zip(before, self._due, strict=False)
-        two_rounds = max((due - due_before for due_before, due in pairs), default=0)
+        # The requests of two rounds: what is due after the second, but not before the first.
+        due_before = [0, 0, *self._due_by_round]
+        pairs = zip(due_before, self._due_by_round, strict=False)
+        two_rounds = max((due - before for before, due in pairs), default=0)
         ahead = ahead_bytes // max(1, self._slot_bytes)
         return min(len(self.requests), max(two_rounds, ahead))
 
@@ -199,11 +204,10 @@ class Exchange:
         } - self._spans.keys()
         self._spans |= blocks_at(planned.checkpoint, for_others)
         self.requests = [self._request(shared) for shared in fetched]
-        self._fetched = {
+        self._shared_by_id = {
             id(request): shared for request, shared in zip(self.requests, fetched, strict=True)
         }
-        # The number of this rank's requests up to the end of each round.
-        self._due = list(
+        self._due_by_round = list(
             itertools.accumulate(
                 sum(request.fetcher == self._rank for request in requests)
                 for requests in self._rounds
@@ -217,21 +221,23 @@ class Exchange:
         arena_bytes = max(map(self._incoming_bytes, self._rounds), default=0)
         self._arena = torch.from_numpy(np.empty(arena_bytes, dtype=np.uint8))
         self.memory_bytes = self._slots.size_bytes + self._arena.nbytes
-        self._connected = self._thread.submit(self._connect)
+        self._mapped = self._thread.submit(self._map_slots)
 
-    def _connect(self) -> None:
+    def _map_slots(self) -> None:
         """Find out which ranks can read whose slots. A collective."""
         address = self._slots.address
-        own = None if address is None else _SlotsAddress(address, self._slot_bytes)
-        addresses: list[_SlotsAddress | None] = self._gather(own)
+        own_slots = None if address is None else _SlotsAddress(address, self._slot_bytes)
+        addresses: list[_SlotsAddress | None] = self._gather(own_slots)
         fetchers = {request.fetcher for requests in self._rounds for request in requests}
         for rank in fetchers - {self._rank}:
             slots = addresses[rank]
             if slots is not None and (memory := attach(slots.memory)) is not None:
-                self._local[rank] = _Slots(memory, slots.slot_bytes)
-        reached: list[list[int]] = self._gather(list(self._local))
-        self._slots.close_descriptor()
-        self._remote = {rank for rank, local in enumerate(reached) if self._rank not in local}
+                self._peer_slots[rank] = _Slots(memory, slots.slot_bytes)
+        readable_by: list[list[int]] = self._gather(list(self._peer_slots))
+        self._slots.close_descriptor()  # all ranks have mapped the slots that they can
+        self._unreached = {
+            rank for rank, readable in enumerate(readable_by) if self._rank not in readable
+        }
 
     def _gather(self, value: object) -> list[Any]:
         """Gather a value from each rank, on all ranks. A collective."""
@@ -248,10 +254,11 @@ class Exchange:
             with typed_failures(self._url, self._group):
                 yield
         except BaseException:
-            self._over = True
+            self._is_over = True
             raise
 
     def _incoming_bytes(self, requests: Iterable[SharedRequest]) -> int:
+        """Return the size of the messages that this rank may receive of these requests."""
         return sum(
             segment.length_bytes
             for request in requests
@@ -264,15 +271,16 @@ class Exchange:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Send an error to the other ranks, if they still wait for this rank."""
-        with self._thread:
+        with self._thread:  # which ends after this
             if error is not None:
                 with contextlib.suppress(Exception):  # the error of this rank matters more
-                    report = partial(self._report, typed(error, current_rank(), self._url))
+                    report = partial(self._send_error, typed(error, current_rank(), self._url))
                     result_of(self._thread.submit(report))
-        self._connected = Future()  # an error in it has this object
+        self._mapped = Future()  # an error in it has this object
 
-    def _report(self, error: DcpObjstoreError) -> None:
-        if not self._over:
+    def _send_error(self, error: DcpObjstoreError) -> None:
+        """Send an error in place of agreeing to the next step, if there is one."""
+        if not self._is_over:
             self._agree(error)
 
     def alone(self) -> list[Span[Block]]:
@@ -281,8 +289,8 @@ class Exchange:
 
     def admit(self, request: RangeRequest[Block], progress: Progress) -> memoryview | None:
         """Block a worker until a shared request has a slot; requests are admitted in order."""
-        planned = self._fetched.get(id(request))
-        if planned is None:
+        planned = self._shared_by_id.get(id(request))
+        if planned is None:  # it is not shared, and takes no slot
             return None
         with self._changed:
             has_begun = partial(self._changed.wait_for, partial(self.may_begin, request))
@@ -293,13 +301,14 @@ class Exchange:
 
     def may_begin(self, request: RangeRequest[Block]) -> bool:
         """Whether `admit` does not wait for a slot. It stays so until the request is admitted."""
-        planned = self._fetched.get(id(request))
+        planned = self._shared_by_id.get(id(request))
         if planned is None:
             return True
         slots = self._slots.size_bytes // self._slot_bytes
         return self._admitted == planned.sequence and planned.sequence < self._freed + slots
 
     def _slot_of(self, planned: SharedRequest) -> memoryview:
+        """Return the memory for a request; all requests take the slots in turn."""
         slots = self._slots.size_bytes // self._slot_bytes
         return self._slots[planned.sequence % slots][: planned.end - planned.start]
 
@@ -310,15 +319,15 @@ class Exchange:
             PeerFailedError: another rank has failed.
             RankFailedError: another rank has died.
         """
-        planned = self._fetched.get(id(request))
+        planned = self._shared_by_id.get(id(request))
         if planned is None:
             return
-        result_of(self._connected, check=progress.check_stopped, step_seconds=STEP_SECONDS)
+        result_of(self._mapped, check=progress.check_stopped, step_seconds=STEP_SECONDS)
         slot = self._slot_of(planned)
         self._outbox[planned.sequence] = {
             rank: self._message(planned, rank, segments, slot)
             for rank, segments in planned.messages.items()
-            if rank in self._remote
+            if rank in self._unreached
         }
 
     def _message(
@@ -334,13 +343,13 @@ class Exchange:
         message = np.empty(sum(segment.length_bytes for segment in segments), dtype=np.uint8)
         filled = 0
         for segment, piece in zip(segments, pieces, strict=True):
-            place = message[filled : filled + segment.length_bytes]
-            part = np.frombuffer(piece, dtype=np.uint8)
+            into = message[filled : filled + segment.length_bytes]
+            content = np.frombuffer(piece, dtype=np.uint8)
             if segment.packed_bytes:
                 span = self._spans[planned.object_number, segment.start, segment.end]
-                self._share.selections[rank, segment.read].pack(part, span.tag.position, place)
+                self._share.selections[rank, segment.read].pack(content, span.tag.position, into)
             else:
-                place[:] = part
+                into[:] = content
             filled += segment.length_bytes
         return torch.from_numpy(message)
 
@@ -357,11 +366,11 @@ class Exchange:
             RankFailedError: another rank has died.
         """
         while not self.done:
-            due = range(self._freed, self._due[self._round])
-            if any(sequence not in self._outbox for sequence in due):
+            due = range(self._freed, self._due_by_round[self._round])
+            if any(sequence not in self._outbox for sequence in due):  # not yet fetched
                 return
             requests = self._rounds[self._round]
-            result_of(self._thread.submit(self._trade, requests))
+            result_of(self._thread.submit(self._exchange_messages, requests))
             self._deliver(requests)
 
     def _agree(self, error: DcpObjstoreError | None) -> None:
@@ -375,9 +384,9 @@ class Exchange:
             dist.all_gather_object(errors, error, group=self._group)
             raise PeerFailedError(next(filter(None, errors)))
 
-    def _trade(self, requests: Sequence[SharedRequest]) -> None:
+    def _exchange_messages(self, requests: Sequence[SharedRequest]) -> None:
         """Send and receive the messages of a round. A collective."""
-        self._connected.result()
+        self._mapped.result()
         self._agree(None)
         self._free_slots()
         works: list[dist.Work | None] = []
@@ -388,24 +397,24 @@ class Exchange:
                 if request.fetcher == self._rank:
                     for rank, message in self._outbox[request.sequence].items():
                         works.append(dist.isend(message, group=self._group, group_dst=rank))
-                elif request.fetcher not in self._local:
+                elif request.fetcher not in self._peer_slots:
                     size = sum(segment.length_bytes for segment in request.messages[self._rank])
-                    place = self._arena[filled : filled + size]
-                    works.append(dist.irecv(place, group=self._group, group_src=request.fetcher))
+                    into = self._arena[filled : filled + size]
+                    works.append(dist.irecv(into, group=self._group, group_src=request.fetcher))
                     filled += size
             for work in works:
                 assert work is not None  # None only for ranks outside of the group
                 work.wait()
         self._round += 1
-        self._over = self.done
+        self._is_over = self.done
 
     def _free_slots(self) -> None:
         """Free the slots of earlier rounds: all ranks are in this round and have read those."""
         if self._round:
             with self._changed:
-                for sequence in range(self._freed, self._due[self._round - 1]):
+                for sequence in range(self._freed, self._due_by_round[self._round - 1]):
                     del self._outbox[sequence]
-                self._freed = self._due[self._round - 1]
+                self._freed = self._due_by_round[self._round - 1]
                 self._changed.notify_all()
 
     def _deliver(self, requests: Sequence[SharedRequest]) -> None:
@@ -415,7 +424,7 @@ class Exchange:
         for request in requests:
             if request.fetcher == self._rank:
                 continue
-            if request.fetcher in self._local:
+            if request.fetcher in self._peer_slots:
                 self._read_slot(request)
                 continue
             for segment in request.messages[self._rank]:
@@ -425,31 +434,33 @@ class Exchange:
 
     def _read_slot(self, request: SharedRequest) -> None:
         """Pass a request's bytes to the reads, out of the slot of the rank that fetched it."""
-        memory, slot_bytes = self._local[request.fetcher]
-        first = request.sequence % (memory.nbytes // slot_bytes) * slot_bytes - request.start
+        memory, slot_bytes = self._peer_slots[request.fetcher]
+        slot = request.sequence % (memory.nbytes // slot_bytes)
+        shift = slot * slot_bytes - request.start  # from a place in the object to one in `memory`
         for start, end in request.blocks:
             span = self._spans[request.object_number, start, end]
             for read in span.tag.reads:
-                read.accept(span.tag.position, memory[first + start : first + end])
+                read.accept(span.tag.position, memory[shift + start : shift + end])
         self.received_bytes += sum(segment.length_bytes for segment in request.messages[self._rank])
 
-    def _accept(self, request: SharedRequest, segment: Segment, part: memoryview) -> None:
+    def _accept(self, request: SharedRequest, segment: Segment, content: memoryview) -> None:
         """Pass a segment that was received to the reads that need it."""
         if segment.packed_bytes:
             span = self._spans[request.object_number, segment.start, segment.end]
             read = self._reads[segment.read]
             assert isinstance(read, TensorRead)  # an item that only torch decodes is sent whole
             if read in span.tag.reads:  # not left to another key that fills the same memory
-                read.accept_packed(span.tag.position, span.end - span.start, part)
+                read.accept_packed(span.tag.position, span.end - span.start, content)
             return
         for start, end in request.blocks:
             low, high = max(start, segment.start), min(end, segment.end)
             if low < high:
                 span = self._spans[request.object_number, start, end]
-                piece = part[low - segment.start : high - segment.start]
+                piece = content[low - segment.start : high - segment.start]
                 position = span.tag.position + low - start
                 for read in span.tag.reads:
-                    # A block may have several reads, each with its own segment.
+                    # A block may have several reads, each with its own segment: this one may have
+                    # nothing in the piece.
                     wanted = read.selection
                     if wanted is None or wanted.copies(position, position + len(piece)):
                         read.accept(position, piece)

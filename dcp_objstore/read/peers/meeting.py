@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dcp_objstore.local.copies import LoadCopies
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
 
-# The least part of what all ranks would fetch otherwise that must be saved; see `_worthwhile`.
+# The least part of what all ranks would fetch otherwise that must be saved; see `_saves_enough`.
 _LEAST_SAVED = 0.03
 # Between a plan's arrival and the read nothing takes time, unless a planner's `finish_plan` does.
 # With many ranks the plans themselves arrive over some seconds, so what counts is the time in which
@@ -127,16 +127,16 @@ def share_out(offers: Sequence[Offer]) -> list[Share | None]:
                 f" {offers[0].verify} and rank {offer.rank} {offer.verify}: with"
                 " read_once=True ranks hand each other what they fetch"
             )
-    needs = [offer.needs for offer in offers if offer.needs is not None]
-    quarter = min(offer.memory_budget_bytes for offer in offers) // 4
+    needs = [offer.needs for offer in offers if offer.needs is not None]  # all have some
+    quarter_bytes = min(offer.memory_budget_bytes for offer in offers) // 4
     request_size_bytes = min(offer.request_size_bytes for offer in offers)
     plans = plan_exchange(
         needs,
-        request_size_bytes=min(request_size_bytes, max(BLOCK_SIZE_BYTES, quarter // 2)),
-        round_size_bytes=quarter,
+        request_size_bytes=min(request_size_bytes, max(BLOCK_SIZE_BYTES, quarter_bytes // 2)),
+        round_size_bytes=quarter_bytes,
         held=[offer.held for offer in offers],
     )
-    if not (_worthwhile(plans, needs) or _spares_the_store(plans, offers)):
+    if not (_saves_enough(plans, needs) or _spares_the_store(plans, offers)):
         return alone
     meeting = str(uuid.uuid4())
     shares: list[Share | None] = []
@@ -154,16 +154,16 @@ def share_out(offers: Sequence[Offer]) -> list[Share | None]:
 
 def _spares_the_store(plans: Sequence[ExchangePlan], offers: Sequence[Offer]) -> bool:
     """Whether a rank gets from the copy of another node what it would have to fetch."""
-    objects = [frozenset() if offer.held is None else offer.held.objects for offer in offers]
+    held = [frozenset() if offer.held is None else offer.held.objects for offer in offers]
     return any(
-        request.object_number in objects[number] and request.object_number not in objects[rank]
-        for number, plan in enumerate(plans)
-        for request in plan.fetched_by(number)
-        for rank in request.messages
+        request.object_number in held[fetcher] and request.object_number not in held[receiver]
+        for fetcher, plan in enumerate(plans)
+        for request in plan.fetched_by(fetcher)
+        for receiver in request.messages
     )
 
 
-def _worthwhile(plans: Sequence[ExchangePlan], needs: Sequence[Needs]) -> bool:
+def _saves_enough(plans: Sequence[ExchangePlan], needs: Sequence[Needs]) -> bool:
     """Whether sharing saves enough bytes to make ranks wait for each other.
 
     A resharded state shares the blocks at the borders of shards, and a sharded state shares its few
@@ -223,19 +223,19 @@ def all_arrived(meeting: str, count: int, config: TransferConfig, url: str) -> b
         RankFailedError: the process that keeps the process group's store has died.
     """
     rank = current_rank()
-    arrivals = f"dcp_objstore/{meeting}/arrivals"
-    decided = f"dcp_objstore/{meeting}/decided"
+    arrivals_key = f"dcp_objstore/{meeting}/arrivals"
+    decision_key = f"dcp_objstore/{meeting}/decided"
     patience_seconds = min(_PATIENCE_SECONDS, config.peer_timeout_seconds)
     with typed_failures(url, None):
         store = torch_private.default_store()
-        arrived = store.add(arrivals, 1)
+        arrived = store.add(arrivals_key, 1)
         if arrived == count:
-            return bytes(store.compare_set(decided, "", _TOGETHER)) == _TOGETHER.encode()
-        while not _is_set(store, decided, patience_seconds):
-            before, arrived = arrived, store.add(arrivals, 0)
-            if arrived == before:
+            return bytes(store.compare_set(decision_key, "", _TOGETHER)) == _TOGETHER.encode()
+        while not _is_set(store, decision_key, patience_seconds):
+            before, arrived = arrived, store.add(arrivals_key, 0)
+            if arrived == before:  # nobody has come in the meantime
                 break
-        decision = bytes(store.compare_set(decided, "", f"rank {rank}")).decode()
+        decision = bytes(store.compare_set(decision_key, "", f"rank {rank}")).decode()
     if decision == f"rank {rank}":
         logger.warning(
             "%s: %d of %d ranks have arrived to read, and no other for %.0f s (a planner's"

@@ -148,14 +148,14 @@ def plan_exchange(
     shared, loads = _split(needs, _holders(held))
     requests = _assign(_merge(shared, request_size_bytes, gap_bytes), loads)
     plans = [ExchangePlan() for _ in needs]
-    room = 0
+    room_bytes = 0  # in the current round
     for request in requests:
-        size = request.end - request.start
-        if size > room:
-            room = round_size_bytes
+        size_bytes = request.end - request.start
+        if size_bytes > room_bytes:
+            room_bytes = round_size_bytes
             for plan in plans:
                 plan.rounds.append([])
-        room -= size
+        room_bytes -= size_bytes
         plans[request.fetcher].rounds[-1].append(request)
         for rank, segments in request.messages.items():
             plans[rank].rounds[-1].append(replace(request, messages={rank: segments}))
@@ -173,11 +173,12 @@ class _Want(NamedTuple):
 
 @dataclass(slots=True)
 class _SharedBlock:
-    """A block that several ranks need.
+    """A block, and ranks that get it from one that reads it.
 
     Attributes:
-        wants: what each rank needs of it.
-        readers: the ranks of which one reads it, in order.
+        wants: what each rank needs of it, by the rank's number.
+        readers: the ranks of which one reads it, in order: ranks that need it or, if none of these
+            is on a node that has a copy, the ranks of such a node.
     """
 
     object_number: int
@@ -205,36 +206,37 @@ def _holders(held: Sequence[Held | None]) -> _Holders:
 def _split(needs: Sequence[Needs], holders: _Holders) -> tuple[list[_SharedBlock], list[int]]:
     """Return the shared blocks, by object and offset, and the bytes that each rank alone needs."""
     rows = np.concatenate(list(needs)) if needs else np.empty(0, NEED)
+    # The rank of each row.
     ranks = np.repeat(np.arange(len(needs)), [len(of_rank) for of_rank in needs])
     order = np.lexsort((ranks, rows["end"], rows["start"], rows["object_number"]))
     rows, ranks = rows[order], ranks[order]
     if not len(rows):
         return [], []
-    place = rows[["object_number", "start", "end"]]
-    first = np.flatnonzero(np.concatenate([[True], place[1:] != place[:-1]]))
-    # Rows are sorted by rank within a block, so a block is shared if its first and last rank
-    # differ.
-    last = np.concatenate([first[1:], [len(rows)]]) - 1
-    is_shared = ranks[first] != ranks[last]
-    if holders:
-        is_shared |= np.isin(place["object_number"][first], list(holders))
-    alone = first[~is_shared]
+    # The rows of a block are rows first to last, by rank. So it is shared if these two are of
+    # different ranks.
+    block_of_row = rows[["object_number", "start", "end"]]
+    firsts = np.flatnonzero(np.concatenate([[True], block_of_row[1:] != block_of_row[:-1]]))
+    lasts = np.concatenate([firsts[1:], [len(rows)]]) - 1
+    is_shared = ranks[firsts] != ranks[lasts]
+    if holders:  # a rank may read a block of which its node has a copy for those of other nodes
+        is_shared |= np.isin(block_of_row["object_number"][firsts], list(holders))
+    alone = firsts[~is_shared]
     lengths = (rows["end"] - rows["start"])[alone]
     loads = np.bincount(ranks[alone], weights=lengths, minlength=len(needs)).astype(np.int64)
     blocks = []
-    for low, high in zip(first[is_shared].tolist(), last[is_shared].tolist(), strict=True):
-        number, start, end, *_ = rows[low].item()
+    for first, last in zip(firsts[is_shared].tolist(), lasts[is_shared].tolist(), strict=True):
+        number, start, end, *_ = rows[first].item()
+        of_block = slice(first, last + 1)
         wants: dict[int, list[_Want]] = {}
-        for rank, row in zip(
-            ranks[low : high + 1].tolist(), rows[low : high + 1].tolist(), strict=True
-        ):
+        for rank, row in zip(ranks[of_block].tolist(), rows[of_block].tolist(), strict=True):
             wants.setdefault(rank, []).append(_Want(*row[3:]))
         block = _SharedBlock(number, start, end, wants=wants, readers=list(wants))
-        for part in _by_node(block, holders[number]) if number in holders else [block]:
-            if part.wants.keys() == set(part.readers) and len(part.wants) == 1:
-                loads[part.readers[0]] += end - start
+        divided = _by_node(block, holders[number]) if number in holders else [block]
+        for of_node in divided:
+            if of_node.readers == [*of_node.wants] and len(of_node.wants) == 1:
+                loads[of_node.readers[0]] += end - start  # one rank reads it for itself alone
             else:
-                blocks.append(part)
+                blocks.append(of_node)
     if holders:  # blocks that the same rank reads come one after the other
         blocks.sort(key=lambda block: (block.object_number, block.readers[0], block.start))
     return blocks, loads.tolist()
@@ -245,16 +247,17 @@ def _by_node(block: _SharedBlock, holders: dict[bytes, list[int]]) -> Iterator[_
 
     One of these nodes also serves the ranks of nodes without a copy.
     """
-    local = {
+    # The ranks that need the block, by their nodes.
+    needing = {
         node: [rank for rank in ranks if rank in block.wants] for node, ranks in holders.items()
     }
-    others = block.wants.keys() - {rank for ranks in local.values() for rank in ranks}
-    # A node that reads the block for itself if there is one, else any node with a copy; the same
-    # one for all blocks of an object.
-    hosts = sorted(filter(local.get, holders) if any(local.values()) else holders)
+    without_copy = block.wants.keys() - {rank for ranks in needing.values() for rank in ranks}
+    # These are served by a node that needs the block itself if there is one, else by any node that
+    # has a copy; the same one for all blocks of an object that the same ranks need.
+    hosts = sorted(filter(needing.get, holders)) or sorted(holders)
     host = hosts[block.object_number % len(hosts)]
-    for node, ranks in local.items():
-        served = [*ranks, *(others if node == host else ())]
+    for node, ranks in needing.items():
+        served = [*ranks, *(without_copy if node == host else ())]
         if served:
             wants = {rank: block.wants[rank] for rank in served}
             yield replace(block, wants=wants, readers=ranks or holders[node])
@@ -269,8 +272,9 @@ def _merge(
     need the block.
     """
     run: list[_SharedBlock] = []
-    end = 0
+    end = 0  # of the run
     for block in blocks:
+        # Add it to the run: same object, same ranks, near enough, and the run is not too large.
         if (
             run
             and block.object_number == run[0].object_number
@@ -309,24 +313,27 @@ def _assign(runs: Iterator[list[_SharedBlock]], loads: list[int]) -> Iterator[Sh
 
 
 def _message(run: Sequence[_SharedBlock], rank: int) -> tuple[Segment, ...]:
-    """Return the message for `rank`; stretches with small gaps between them become one."""
+    """Return the message for `rank`: unchanged stretches, then packed pieces.
+
+    Stretches with small gaps between them become one.
+    """
     packed = [
         Segment(block.start, block.end, want.packed_bytes, want.read)
         for block in run
         for want in block.wants[rank]
         if want.packed_bytes
     ]
-    unpacked = {
+    stretches = {
         (want.low, want.high)
         for block in run
         for want in block.wants[rank]
         if not want.packed_bytes
     }
-    plain: list[Segment] = []
-    for low, high in sorted(unpacked):
+    unchanged: list[Segment] = []
+    for low, high in sorted(stretches):
         # Sending the bytes of a gap costs less than the copy that several segments need.
-        if plain and low <= plain[-1].end + DEFAULT_GAP_BYTES:
-            plain[-1] = Segment(plain[-1].start, max(plain[-1].end, high))
+        if unchanged and low <= unchanged[-1].end + DEFAULT_GAP_BYTES:
+            unchanged[-1] = Segment(unchanged[-1].start, max(unchanged[-1].end, high))
         else:
-            plain.append(Segment(low, high))
-    return (*plain, *packed)
+            unchanged.append(Segment(low, high))
+    return (*unchanged, *packed)

@@ -51,12 +51,12 @@ class SharedMemory:
         if not self.size_bytes:
             return
         if sys.platform == "linux":
-            with contextlib.suppress(OSError):
-                self._memory = self._shared()
+            with contextlib.suppress(OSError):  # the system does not allow it
+                self._memory = self._map_shared()
                 return
         self._memory = memoryview(mmap.mmap(-1, self.size_bytes))
 
-    def _shared(self) -> memoryview:
+    def _map_shared(self) -> memoryview:
         """Map memory that other processes of this machine can map by `address`."""
         boot_id = _BOOT_ID.read_text().strip()
         self._descriptor = os.memfd_create("dcp_objstore-slots", os.MFD_CLOEXEC)
@@ -91,8 +91,8 @@ def attach(address: SharedMemoryAddress) -> memoryview | None:
     try:
         if _BOOT_ID.read_text().strip() != address.boot_id:
             return None
-        place = f"/proc/{address.process_id}/fd/{address.descriptor}"
-        descriptor = os.open(place, os.O_RDONLY)
+        path = f"/proc/{address.process_id}/fd/{address.descriptor}"
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             status = os.fstat(descriptor)
             if (status.st_dev, status.st_ino) != (address.device, address.inode):
