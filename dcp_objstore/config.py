@@ -169,15 +169,15 @@ class TransferConfig:
         }
         for name, bound in least.items():
             value = getattr(self, name)
-            finds_itself = name.endswith("_concurrency")
-            if finds_itself and value == "auto":
+            may_be_auto = name.endswith("_concurrency")
+            if may_be_auto and value == "auto":
                 continue
             check_number(
                 f"TransferConfig.{name}",
                 value,
                 bound,
                 whole=not name.endswith("_seconds"),
-                unless='"auto" or ' if finds_itself else "",
+                unless='"auto" or ' if may_be_auto else "",
             )
         if self.transport not in TRANSPORTS:
             raise ConfigError(
@@ -192,6 +192,7 @@ class TransferConfig:
             )
 
 
+# What begins a URL, also with the one slash that os.path.normpath leaves of two.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
 

@@ -49,6 +49,8 @@ def drop_frames(errors: Iterable[BaseException]) -> None:
 
 
 class _Manager(Generic[T]):
+    """Passes on to a generator's manager, and takes its frame from the error that was thrown in."""
+
     def __init__(self, inner: contextlib.AbstractContextManager[T, bool | None]) -> None:
         self._inner = inner
 
@@ -64,8 +66,10 @@ class _Manager(Generic[T]):
         try:
             return self._inner.__exit__(kind, error, traceback)
         finally:
-            if error is not None:  # without the generator's frame
-                BaseException.with_traceback(error, traceback)  # which no subclass can refuse
+            if error is not None:
+                # As the error came, without the generator's frame. By the base class, because a
+                # subclass may have a `with_traceback` of its own.
+                BaseException.with_traceback(error, traceback)
 
 
 def contextmanager(

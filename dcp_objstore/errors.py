@@ -50,17 +50,20 @@ def printable(text: str, *, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(
-        one if one.isprintable() or one in keep else one.encode("unicode_escape").decode()
-        for one in text
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
+        for char in text
     )
 
 
 def one_line(error: object) -> str:
-    """Return the text of an error on one line: for a log, or inside another text."""
-    first, *lines = (line.strip() for line in str(error).splitlines() or [""])
+    """Return the text of an error on one line: for a log, or inside another text.
+
+    Its lines become "what went wrong [where]; what to do".
+    """
+    text, *lines = (line.strip() for line in str(error).splitlines() or [""])
     for line in lines:
-        first += f"{' ' if line.startswith('[') or first.endswith(':') else '; '}{line}"
-    return first
+        text += f"{' ' if line.startswith('[') or text.endswith(':') else '; '}{line}"
+    return text
 
 
 def add_advice(error: DcpObjstoreError, advice: str) -> None:
@@ -85,6 +88,7 @@ class DcpObjstoreError(Exception):
         code: the store's own code for what is wrong, such as `AccessDenied`, or None.
     """
 
+    # Whether the text names `dcp-objstore doctor`, which looks into errors of this kind.
     _doctor_helps = False
 
     def __init__(

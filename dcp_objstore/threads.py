@@ -50,7 +50,7 @@ class Spawned:
         try:
             run()
         finally:
-            del run  # what the function holds is free when `join` returns
+            del run  # nothing refers to it now: what it holds is free when `join` returns
             self._ended.set()
 
     def is_alive(self) -> bool:
@@ -183,10 +183,10 @@ def wait_in_steps(
         return wait(timeout_seconds)
     deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
     while True:
-        left = deadline - time.monotonic()
-        if wait(max(0.0, min(left, step))):
+        remaining_seconds = deadline - time.monotonic()
+        if wait(max(0.0, min(remaining_seconds, step))):
             return True
-        if left <= step:
+        if remaining_seconds <= step:
             return False
         if check is not None:
             check()
@@ -214,7 +214,7 @@ def has_ended(future: Future[T], timeout_seconds: float | None) -> bool:
     try:
         future.exception(timeout_seconds)
     except FutureTimeoutError:
-        return future.done()  # in this instant
+        return future.done()  # it may have ended since
     return True
 
 

@@ -294,18 +294,18 @@ class _Bench:
         """Measure everything. The caller removes what is left."""
         put_ms, get_ms = self._small_requests()
         self._fill(min(size_bytes or _LEAST_AUTO_BYTES, _LEAST_AUTO_BYTES))
-        kept, *_ = self._save_and_load()  # not measured: it imports, connects and so on
-        self._remove(kept)
-        kept, saved, loaded = self._save_and_load()
+        checkpoint, *_ = self._save_and_load()  # not measured: it imports, connects and so on
+        self._remove(checkpoint)
+        checkpoint, saved, loaded = self._save_and_load()
         while next_bytes := self._next_size_bytes(size_bytes, saved, loaded):
-            self._remove(kept)
+            self._remove(checkpoint)
             self._fill(next_bytes)
-            kept, saved, loaded = self._save_and_load()
+            checkpoint, saved, loaded = self._save_and_load()
         saves, plain_puts, loads, plain_gets = self._take_turns(
             lambda: self._save()[1],
             lambda: self._plain_puts(saved),
-            lambda: self._load(kept),
-            lambda: self._plain_gets(kept, loaded),
+            lambda: self._load(checkpoint),
+            lambda: self._plain_gets(checkpoint, loaded),
         )
         return BenchReport(
             url=url,
@@ -328,6 +328,7 @@ class _Bench:
         return time.monotonic() - self._began_at
 
     def _step(self, text: str) -> None:
+        """Begin a step: say which, unless Ctrl-C has come in the meantime."""
         self._stop.check()
         self._line.show(f"{self._elapsed_seconds:3.0f} of about {self._seconds:.0f} s: {text}")
 
@@ -375,6 +376,7 @@ class _Bench:
         if wanted_bytes is not None:
             return wanted_bytes if now_bytes < wanted_bytes else 0
         most_bytes = min(_MOST_AUTO_BYTES, _memory_bytes() // 8)
+        # Twice the bytes take up to twice as long.
         takes_long = 2 * max(saved.seconds, loaded.seconds) > _SHARE * self._seconds
         return 0 if takes_long or 2 * now_bytes > most_bytes else 2 * now_bytes
 
@@ -388,8 +390,9 @@ class _Bench:
                 rounds.append(measure())
             # Begin with another one each time: one may profit from the one before it.
             turns = turns[1:] + turns[:1]
-            if 2 * self._elapsed_seconds - began_seconds > self._seconds:
-                break  # one more round would take too long
+            next_round_seconds = self._elapsed_seconds - began_seconds
+            if self._elapsed_seconds + next_round_seconds > self._seconds:
+                break
         return measured
 
     def _save(self, *, keep: bool = False) -> tuple[str, _Round]:
@@ -453,12 +456,12 @@ class _Bench:
         self._delete(request.key for request in requests)
         return measured
 
-    def _plain_gets(self, kept: str, loaded: _Round) -> _Round:
+    def _plain_gets(self, checkpoint: str, loaded: _Round) -> _Round:
         """Send as many plain requests at a time as a load did, of the same size."""
         self._step("plain requests instead of a load")
         objects = [
             meta
-            for meta in self._store.list(f"{kept}/")
+            for meta in self._store.list(f"{checkpoint}/")
             if parse_data_key(meta.key.rpartition("/")[2]) is not None
         ]
         requests = _plan_gets(objects, self._memory, loaded.request_size_bytes)
@@ -504,17 +507,15 @@ def _throughput(rounds: Sequence[_Round]) -> Throughput:
 
 
 def _doubts(**rounds: Sequence[_Round]) -> Iterator[str]:
-    """Say why not to trust the rounds."""
-    few = [what for what, of_kind in rounds.items() if len(of_kind) < _ENOUGH_ROUNDS]
+    """Yield reasons not to trust the rounds, which are given by what they are of: saves, loads."""
+    few = [name for name, measured in rounds.items() if len(measured) < _ENOUGH_ROUNDS]
     if few:
         yield (
             f"too few rounds of {' and '.join(few)} to show how much they differ; give them more"
             " time or a smaller size"
         )
-    factor = max(
-        max(one.seconds for one in of_kind) / min(one.seconds for one in of_kind)
-        for of_kind in rounds.values()
-    )
+    seconds = [[one.seconds for one in measured] for measured in rounds.values()]
+    factor = max(max(of_kind) / min(of_kind) for of_kind in seconds)
     if factor > _NOISY:
         yield (
             f"equal rounds differ by a factor of {factor:.1f}; something else uses this machine,"
@@ -567,13 +568,13 @@ def _plan_gets(
         size_bytes: the size of one request.
     """
     requests: list[_PlainRequest] = []
-    at = 0
+    position = 0  # in memory
     for meta in objects:
         for start in range(0, meta.size_bytes, size_bytes):
             length = min(size_bytes, meta.size_bytes - start, len(memory))
-            at = min(at, len(memory) - length)
-            requests.append(_PlainRequest(meta.key, start, memory[at : at + length]))
-            at += length
+            position = min(position, len(memory) - length)
+            requests.append(_PlainRequest(meta.key, start, memory[position : position + length]))
+            position += length
     return requests
 
 

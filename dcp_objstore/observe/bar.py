@@ -99,6 +99,7 @@ class Bar:
 
 
 def _amount(event: Saved | Loaded) -> str:
+    """Return what the last line of a bar says: URL, bytes and seconds."""
     return f"{event.url}: {size_text(event.report.total_bytes)} in {event.seconds:.1f} s"
 
 
@@ -116,6 +117,7 @@ class StatusLine:
         """Replace the line."""
         if self._shown:
             columns = shutil.get_terminal_size().columns
+            # To the first column; clear the line; a text of its whole width would begin the next.
             print(f"\r\033[K{printable(text)[: columns - 1]}", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:

@@ -32,6 +32,8 @@ _PATIENCE_SECONDS = 10.0
 
 
 class _Listener(NamedTuple):
+    """The arguments of `Channel.add`."""
+
     take: OnEvent
     name: str
     flush: Callable[[], object]
@@ -155,7 +157,10 @@ class Channel:
         self.emit(Retried, began_at, what=what, attempt=attempt, error=error, object_key=object_key)
 
     def key_of(self, bucket_key: str) -> str | None:
-        """Return a key of the bucket relative to this checkpoint; None if it is not below it."""
+        """Return a key of the bucket relative to this checkpoint; None if it is not below it.
+
+        Of the checkpoint `s3://bucket/run/step-1`, `_COMMIT` for `run/step-1/_COMMIT`.
+        """
         prefix = self.url.partition("://")[2].partition("/")[2].rstrip("/")
         root = f"{prefix}/" if prefix else ""
         return bucket_key[len(root) :] if bucket_key.startswith(root) else None
@@ -203,19 +208,20 @@ class Channel:
             self.flush()
 
     def _open(self) -> None:
+        """Start the thread that delivers events, if a listener wants them while things go on."""
         if self.detailed and self._thread is None:
-            # Only listeners can raise there: Ctrl-C comes to the main thread.
+            # Ctrl-C comes to the main thread, so a KeyboardInterrupt in this one is a listener's.
             self._thread = spawn(lambda: self._deliver(BaseException), "events")
 
     def flush(self) -> None:
         """Wait until all events so far were delivered; not for ever, if a listener hangs."""
-        if not self._queue.empty():
+        if not self._queue.empty():  # events after an earlier flush, which has ended the thread
             self._open()
         thread, self._thread = self._thread, None
         listeners = self._listeners
         self._queue.put(None)
         if thread is None:
-            self._deliver(Exception)
+            self._deliver(Exception)  # not BaseException: Ctrl-C may come here
         else:
             thread.join(_PATIENCE_SECONDS)
             if thread.is_alive():
@@ -231,6 +237,7 @@ class Channel:
                 listener.flush()
 
     def _deliver(self, harmless: type[BaseException]) -> None:
+        """Deliver the events that are queued, as they come, up to the None of `flush`."""
         for event in iter(self._queue.get, None):
             for listener in self._listeners:
                 with self._guarded(listener, harmless):
@@ -273,7 +280,8 @@ def emit_retry(bucket_key: str, attempt: int, error: str, began_at: float) -> No
         began_at: `time.monotonic()` at the first try.
     """
     channel = current_channel()
-    if channel is not None and (key := channel.key_of(bucket_key)):
+    key = None if channel is None else channel.key_of(bucket_key)
+    if channel is not None and key:  # not another object, such as one of the local catalogue
         channel.retried("request", key, attempt=attempt, error=error, began_at=began_at)
 
 

@@ -37,6 +37,7 @@ def warn(text: str) -> None:
 
 GIB = 1024**3
 _SHOWN_DAMAGES = 20
+# Packages between a line of the user's program and a warning that is meant for it.
 _LIBRARIES = ("dcp_objstore", "torch", "contextlib")
 
 
@@ -139,8 +140,8 @@ class LoadReport:
             ("other ranks", self.received_bytes),
         )
         if self.local_bytes or self.received_bytes:
-            came = [f"{size_text(count)} from {origin}" for origin, count in origins if count]
-            line += f"\n  {', '.join(came)}"
+            shares = [f"{size_text(count)} from {origin}" for origin, count in origins if count]
+            line += f"\n  {', '.join(shares)}"
         for keys, what in (
             (self.missing, "the checkpoint does not have"),
             (self.unexpected, "the state does not ask for"),
@@ -225,8 +226,8 @@ class VerifyReport:
     def __str__(self) -> str:
         """Return whether it is whole, what was read to find out, and the first damages."""
         # Damage inside an object is not looked for by a quick one.
-        word = "DAMAGED" if self.damaged else "complete" if self.quick else "whole"
-        lines = [f"{word}: {printable(self.url)}"]
+        undamaged = "complete" if self.quick else "whole"
+        lines = [f"{'DAMAGED' if self.damaged else undamaged}: {printable(self.url)}"]
         objects, blocks = counted(self.objects, "object"), counted(self.blocks, "block")
         if self.quick:
             lines.append(f"  {objects} looked at, nothing read")
@@ -244,6 +245,7 @@ class VerifyReport:
 
 
 def _moved(url: str, size_bytes: int, seconds: float, objects: int) -> str:
+    """Return what saves and loads say alike: URL, bytes, seconds, speed and objects."""
     rate = size_text(size_bytes / max(seconds, 1e-9))
     return (
         f"{printable(url)}: {size_text(size_bytes)} in {seconds:.2f} s ({rate}/s),"

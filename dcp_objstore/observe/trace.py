@@ -158,6 +158,7 @@ def trace_events(events: Sequence[AnyEvent]) -> tuple[list[dict[str, Any]], int]
 
 
 def _row(event: AnyEvent) -> tuple[int, str]:
+    """Return the number and the label of the row on which an event is drawn."""
     if isinstance(event, (events.PartUploaded, events.RangeRead, events.Hashed)):
         first, label = _WORKER_ROWS[type(event)]
         return first + event.worker, f"{label} {event.worker}"
@@ -165,10 +166,11 @@ def _row(event: AnyEvent) -> tuple[int, str]:
 
 
 def _arguments(event: AnyEvent) -> dict[str, Any]:
-    """Return an event's own fields; of the report of an end, all."""
-    own = dataclasses.asdict(event)
-    own |= own.pop("report", {})
-    return {name: own[name] for name in own if name == "url" or name not in _COMMON_FIELDS}
+    """Return what a viewer shows of an event: its URL, its own fields, and those of its report."""
+    fields = dataclasses.asdict(event)
+    fields |= fields.pop("report", {})
+    shown = fields.keys() - _COMMON_FIELDS | {"url"}
+    return {name: value for name, value in fields.items() if name in shown}
 
 
 def _metadata(rows: dict[tuple[int, int], str]) -> list[dict[str, Any]]:
@@ -182,6 +184,7 @@ def _metadata(rows: dict[tuple[int, int], str]) -> list[dict[str, Any]]:
     for rank in sorted({rank for rank, _ in rows}):
         name = f"dcp_objstore rank {rank} ({where})"
         entries.append(entry("process_name", rank, 0, name=name))
+        # Viewers sort by these, and by the rows' below: ranks after other processes of the file.
         entries.append(entry("process_sort_index", rank, 0, sort_index=_FIRST_PID + rank))
     for (rank, row), label in sorted(rows.items()):
         entries.append(entry("thread_name", rank, row, name=label))
