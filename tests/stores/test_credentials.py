@@ -442,7 +442,7 @@ def test_of_requests_that_are_refused_together_one_renews_what_all_of_them_use()
             raise expired
         return "answer"
 
-    assert clients.fresh(refused_at_first) == "answer"
+    assert clients.with_fresh_credentials(refused_at_first) == "answer"
     assert renewed == [1]
     assert uses[1] is not first
     assert clients.lane is not lane

@@ -78,11 +78,11 @@ class Clients(Requests):
         self.is_secure = not (factory.endpoint_url or "").startswith("http:")
         self._credentials = credentials
         self._trust = trust
-        self._renewals = 0
+        self._renewal_count = 0
         self.proven = self.has_put = False
         self._config = config
         self.lane = self._new_lane()
-        self._made: dict[str, Any] = {}
+        self._clients_by_use: dict[str, Any] = {}
         self._lock = threading.Lock()
 
     def get(self, use: Use) -> Any:
@@ -93,9 +93,9 @@ class Clients(Requests):
                 `read` for small objects, `range`, and `list`. A body that stalls is given up.
         """
         with self._lock:
-            if use not in self._made:
-                self._made[use] = self._open(use)
-            return self._made[use]
+            if use not in self._clients_by_use:
+                self._clients_by_use[use] = self._open(use)
+            return self._clients_by_use[use]
 
     def _open(self, use: Use) -> Any:
         """Make a client of obstore with the time-outs and retries of a use."""
@@ -116,28 +116,30 @@ class Clients(Requests):
             {name: timedelta(seconds=value) for name, value in seconds.items()}, retries
         )
 
-    def fresh(self, request: Callable[[], T]) -> T:
-        """`request()`; once more with fresh credentials where those were refused as expired.
+    def with_fresh_credentials(self, request: Callable[[], T]) -> T:
+        """Call `request`; once more with fresh credentials where those were refused as expired.
 
-        It must ask for its client each time. A request that was refused had no effect.
+        It must `get` its client each time. A request that was refused had no effect.
 
         Raises:
             CredentialsError: they have expired, and there are no others; says what to do.
         """
-        seen = self._renewals
+        renewals_before = self._renewal_count
         try:
             return request()
         except Exception as error:
             if not self.were_refused(error):
                 raise
-            failure = error
-        self.renew(failure, seen)
+            refusal = error
+        self.renew(refusal, renewals_before)
         try:
             return request()
         except Exception as error:
             if refusal_of(error) not in ("expired", "token"):
                 raise
-            raise self._expired(error, "fresh ones from there were refused as well") from error
+            raise self._refused_error(
+                error, "fresh ones from there were refused as well"
+            ) from error
 
     def were_refused(self, error: BaseException) -> bool:
         """Whether a request failed because of credentials in whose place others may do."""
@@ -145,31 +147,33 @@ class Clients(Requests):
         if credentials is None or credentials.anonymous:
             return False
         why = refusal_of(error)
-        return why is not None and (why != "unknown key" or credentials.renew is not None)
+        if why == "unknown key":  # of credentials that were given it is wrong, not too old
+            return credentials.renew is not None
+        return why is not None
 
-    def renew(self, error: Exception, seen: int | None = None) -> None:
+    def renew(self, error: Exception, renewals_before: int | None = None) -> None:
         """Forget the credentials that were refused, so that the next request asks for others.
 
         Args:
             error: the refusal.
-            seen: the number of renewals when the request was made; if there has been another
-                since, there is nothing to do.
+            renewals_before: the number of renewals when the request was made; if there has been
+                another since, there is nothing to do. None: it is not known.
 
         Raises:
             CredentialsError: there are no others.
         """
         credentials = self._credentials
         if credentials is None or credentials.renew is None:
-            raise self._expired(error, "they cannot be refreshed from here") from error
+            raise self._refused_error(error, "they cannot be refreshed from here") from error
         with self._lock:
-            if seen is not None and seen != self._renewals:
-                return
+            if renewals_before not in (None, self._renewal_count):
+                return  # another thread has renewed them
             credentials.renew()
-            self._renewals += 1
-            self._made.clear()  # obstore keeps credentials per client
+            self._renewal_count += 1
+            self._clients_by_use.clear()  # obstore keeps credentials per client
             self.lane = self._new_lane()
 
-    def _expired(self, error: Exception, why: str) -> CredentialsError:
+    def _refused_error(self, error: Exception, why: str) -> CredentialsError:
         """Return the error that the store refused the credentials and there are no others."""
         credentials = self._credentials or Credentials("unknown")
         accepts = (
@@ -186,7 +190,7 @@ class Clients(Requests):
     def run(self, tries: Tries, request: Callable[[], T], *, repeatable: bool = True) -> T:
         """Do what `Requests.run` does, with fresh credentials where those sent were refused."""
         try:
-            return self.fresh(
+            return self.with_fresh_credentials(
                 lambda: super(Clients, self).run(tries, request, repeatable=repeatable)
             )
         except Exception as error:
@@ -195,44 +199,48 @@ class Clients(Requests):
                 self.proven = True
             raise
 
-    def ask(self, key: str, what: str, make: Callable[[], Request]) -> tuple[Message, bytes]:
+    def ask(
+        self, key: str, purpose: str, make_request: Callable[[], Request]
+    ) -> tuple[Message, bytes]:
         """Send a request that obstore has no call for; return the answer's headers and body.
 
         Args:
             key: the key in the bucket.
-            what: the purpose of the request, in words.
-            make: a function that makes the request, each time that it is sent.
+            purpose: the purpose of the request, in words.
+            make_request: a function that makes the request, each time that it is sent.
         """
 
         def send() -> tuple[Message, bytes]:
             seconds = self._config.request_timeout_seconds
             try:
-                request = make()
+                request = make_request()
             except Exception as error:
                 # The libraries that ask for tokens raise errors of any kind.
                 raise CredentialsError(f"{type(error).__name__}: {error}") from error
             try:
-                status, headers, body = answer_to(request, self._trust(), seconds, what)
+                status, headers, body = answer_to(request, self._trust(), seconds, purpose)
             except StoreUnavailableError as error:
                 reason = getattr(error.__cause__, "reason", None)
                 if isinstance(reason, ssl.SSLCertVerificationError):
                     raise ConfigError(f"the TLS certificate is not valid here: {reason}") from error
                 # The loop takes a `DcpObjstoreError` for an answer.
                 raise ConnectionError(error.message) from error
-            except ValueError:  # its text may show them
+            except ValueError:  # http.client's; its text may show them
                 raise CredentialsError("the credentials cannot be sent in a header") from None
             if status >= http.client.MULTIPLE_CHOICES:
-                raise RefusedError(what, status, headers["x-ms-error-code"])
+                raise RefusedError(purpose, status, headers["x-ms-error-code"])
             return headers, body
 
         return self.run(self.tries("copy", key), send)
 
     def _judge_try(self, tries: Tries, error: Exception) -> Failure:
+        # What the lane has seen of the server counts, too.
         lane = self.lane
         self.reached = self.reached or (lane is not None and lane.answered)
         return super()._judge_try(tries, error)
 
     def _new_lane(self) -> DirectLane | None:
+        """Make a direct lane; None where its requests cannot be signed here."""
         sign = self._factory.sign
         if sign is None:
             return None

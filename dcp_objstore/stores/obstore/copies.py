@@ -92,18 +92,18 @@ def copy_object(
         raise CorruptDataError(f"{source.url} has only {size_bytes} bytes")
     if others or (source.start, source.end) != (0, size_bytes):
         raise UnsupportedError("this store copies whole objects, one into one")
-    copied_bytes, is_there, tries = 0, False, Tries(_PENDING)
+    reported_bytes, is_there, tries = 0, False, Tries(_PENDING)
     try:
         with closing(copier.steps(copier, ask, origin, target, head)) as steps:
-            for now_bytes, is_there in steps:  # noqa: B007  for what follows
-                if now_bytes > copied_bytes:
-                    moved(now_bytes - copied_bytes)
-                    copied_bytes, tries = now_bytes, Tries(_PENDING)
+            for copied_bytes, is_there in steps:  # noqa: B007  the `except` below needs it
+                if copied_bytes > reported_bytes:
+                    moved(copied_bytes - reported_bytes)
+                    reported_bytes, tries = copied_bytes, Tries(_PENDING)  # patience begins anew
                 elif not tries.pause():
                     raise StoreUnavailableError("the store does not go on with a copy")
     except BaseException:
         if is_there:
-            with suppress(Exception):
+            with suppress(Exception):  # what stopped the copy matters more
                 remove()
         raise
 

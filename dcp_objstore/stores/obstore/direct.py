@@ -35,6 +35,7 @@ from dcp_objstore.stores.obstore.tls import TlsSocket
 from dcp_objstore.stores.protocol import Version
 from dcp_objstore.stores.ranges import Answer
 
+# A signed URL is used for this long, though it may be valid for longer.
 _USED_FOR_SECONDS = 600.0
 # The number of objects of which a signed URL is kept, less than 1 KiB each. To sign takes 50 us.
 _MOST_SIGNED = 1024
@@ -139,14 +140,14 @@ class DirectLane:
         if end - start < WORTHWHILE_BYTES or not self.is_used:
             return None
         try:
-            signed = self._get(path)
-            connection, is_new = self._connection(signed.origin)
+            signed = self._signed_get(path)
+            connection, is_new = self._idle_or_new_connection(signed.origin)
             try:
                 _send(connection, signed, start, end)
             except BaseException:
                 connection.close()
                 raise
-        # If anything goes wrong here, signing included, the transport is asked next and reports it.
+        # Whatever goes wrong here, signing included: the transport is asked next and reports it.
         except Exception as error:
             self.failed(path)
             raise LaneError(type(error).__name__) from error
@@ -162,13 +163,13 @@ class DirectLane:
         """Keep a connection whose answer was read to its end."""
         self._failures = 0
         sock = connection.sock
-        if sock is not None:
+        if sock is not None:  # http.client closes one whose answer says so
             with self._lock:
                 if isinstance(sock, TlsSocket):
                     self._sessions[origin] = sock.session
                 self._idle.append(_IdleConnection(connection, origin, time.monotonic()))
 
-    def _get(self, path: str) -> SignedGet:
+    def _signed_get(self, path: str) -> SignedGet:
         """Return the signed GET of an object: the last one while it is valid, else a new one."""
         now = time.monotonic()
         with self._lock:
@@ -184,14 +185,14 @@ class DirectLane:
                 del self._signed[next(iter(self._signed))]
         return signed
 
-    def _connection(self, origin: str) -> tuple[_Connection, bool]:
+    def _idle_or_new_connection(self, origin: str) -> tuple[_Connection, bool]:
         """Return a connection to the origin and whether it is new; close those idle too long."""
-        oldest = time.monotonic() - _IDLE_SECONDS
+        earliest = time.monotonic() - _IDLE_SECONDS
         reused = None
         with self._lock:
             all_idle, self._idle = self._idle, []
             for idle in all_idle:
-                if idle.idle_since < oldest:
+                if idle.idle_since < earliest:
                     idle.connection.close()
                 elif reused is None and idle.origin == origin:
                     reused = idle.connection
@@ -204,12 +205,13 @@ class DirectLane:
     def connect(self, origin: str) -> _Connection:
         """Make a new connection."""
         parts = urlsplit(origin)
-        host, secure = parts.hostname, parts.scheme == "https"
+        host, is_secure = parts.hostname, parts.scheme == "https"
         assert host is not None
         proxies = urllib.request.getproxies()
-        if (parts.scheme in proxies or "all" in proxies) and not urllib.request.proxy_bypass(host):
+        has_proxy = parts.scheme in proxies or "all" in proxies
+        if has_proxy and not urllib.request.proxy_bypass(host):
             raise LaneError("there is a proxy between us and the store")
-        port = parts.port or (http.client.HTTPS_PORT if secure else http.client.HTTP_PORT)
+        port = parts.port or (http.client.HTTPS_PORT if is_secure else http.client.HTTP_PORT)
         connection = _Connection(host, port, timeout=self._timeout_seconds)
         connection.connect()
         # One call of the kernel waits for a whole body. With its own time-out, Python polls
@@ -219,7 +221,7 @@ class DirectLane:
         connection.sock.settimeout(None)
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-        if secure:
+        if is_secure:
             with self._lock:
                 self._tls = tls = self._tls or self._trust()
                 session = self._sessions.get(origin)
@@ -268,7 +270,8 @@ class DirectAnswer(Answer):
         self._answer: http.client.HTTPResponse | None = None
         self._socket: socket.socket = connection.sock
         self._cancelled = False
-        self._ahead = memoryview(b"")  # of the body; http.client received it with the head
+        # The beginning of the body, which http.client received with the head.
+        self._body_ahead = memoryview(b"")
 
     def readinto(self, into: memoryview) -> int:
         """Read the next bytes to the front of `into`; return how many.
@@ -279,13 +282,13 @@ class DirectAnswer(Answer):
         """
         try:
             if self._answer is None:
-                self._answer = self._head()
+                self._answer = self._read_head()
             count = self._receive(into)
         except Exception as error:
             if isinstance(error, LaneError) and error.status is not None:
-                raise
+                raise  # the store asks for patience, of obstore as well
             if self._cancelled:
-                raise LaneError("cancelled") from error
+                raise LaneError("cancelled") from error  # no failure of the lane
             self._lane.failed(self._path)
             # Not its text, which may hold the signature.
             logger.debug("a range was not read directly: %s", type(error).__name__)
@@ -322,7 +325,7 @@ class DirectAnswer(Answer):
         self._answer.close()  # tells http.client that the body has ended
         self._lane.succeeded(self._connection, self._signed.origin)
 
-    def _head(self) -> http.client.HTTPResponse:
+    def _read_head(self) -> http.client.HTTPResponse:
         """Read the answer's head; if an idle connection was lost, ask once more over a new one."""
         try:
             answer = self._respond()
@@ -337,21 +340,22 @@ class DirectAnswer(Answer):
             _send(self._connection, self._signed, self._start, self._end)
             answer = self._respond()
         self._lane.answered = True
-        _check(answer, self._start, self._end)
-        self._ahead = memoryview(b"" if answer.chunked else answer.peek())
+        _check_answer(answer, self._start, self._end)
+        self._body_ahead = memoryview(b"" if answer.chunked else answer.peek())
         return answer
 
     def _respond(self) -> http.client.HTTPResponse:
+        """Wait for the answer's head, unless nobody wants it any more."""
         if self._cancelled:
             raise LaneError("cancelled")
         return self._connection.getresponse()
 
     def _receive(self, into: memoryview) -> int:
         """Receive some bytes of the body into memory; return how many."""
-        if self._ahead:
-            some = self._ahead[: len(into)]
+        if self._body_ahead:
+            some = self._body_ahead[: len(into)]
             into[: len(some)] = some
-            self._ahead = self._ahead[len(some) :]
+            self._body_ahead = self._body_ahead[len(some) :]
             return len(some)
         answer = self._answer
         if answer is not None and answer.chunked:
@@ -377,15 +381,14 @@ def _send(connection: _Connection, signed: SignedGet, start: int, end: int) -> N
     connection.request("GET", target, headers=headers)
 
 
-def _check(answer: http.client.HTTPResponse, start: int, end: int) -> None:
+def _check_answer(answer: http.client.HTTPResponse, start: int, end: int) -> None:
     """Raise unless the body is exactly bytes `[start, end)`, as they are (RFC 9110, section 14)."""
     if answer.status in THROTTLING_STATUSES:
         raise LaneError(f"the store answered with status {answer.status}", status=answer.status)
     content_range = answer.getheader("Content-Range", "")
-    if (
-        answer.status != http.client.PARTIAL_CONTENT
-        or not content_range.startswith(f"bytes {start}-{end - 1}/")
-        or answer.getheader("Content-Encoding", "identity") != "identity"
-        or (answer.length != end - start and not answer.chunked)
-    ):
+    is_range = content_range.startswith(f"bytes {start}-{end - 1}/")
+    is_encoded = answer.getheader("Content-Encoding", "identity") != "identity"
+    has_length = answer.chunked or answer.length == end - start
+    is_partial = answer.status == http.client.PARTIAL_CONTENT
+    if is_encoded or not (is_partial and is_range and has_length):
         raise LaneError(f"answered with status {answer.status}, {content_range or 'whole'}")

@@ -79,7 +79,8 @@ def new_client_of(
     client: dict[str, Any] = {}
     proxies = urllib.request.getproxies()
     if proxies.pop("no", "").strip() == "*" and proxies:
-        # obstore does not take that as an address. Only hosts behind our own proxy can be excluded.
+        # NO_PROXY=* means no proxy for any host, which obstore does not understand. It excludes
+        # hosts only from a proxy that is set here, so one is set, and all hosts are excluded.
         client = {"proxy_url": "http://127.0.0.1", "proxy_excludes": "*,0.0.0.0/0,::/0"}
     if verify is False:
         client["allow_invalid_certificates"] = True
@@ -107,7 +108,7 @@ def unsigned(place: str) -> Sign:
 
 
 def signed_url(client: Any, key: str) -> SignedGet:
-    """Have a client of obstore sign the URL of a key."""
+    """Have a client of obstore sign the URL of a key; no request is sent."""
     import obstore
 
     return SignedGet(obstore.sign(client, "GET", key, _SIGNED_FOR))

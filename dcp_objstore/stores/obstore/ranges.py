@@ -46,8 +46,8 @@ class ObstoreSource(RetriedSource):
         path: the key in the bucket.
         in_memory: whether it is obstore's memory store, which knows a range past the end by the
             text of its error alone.
-        other: a function that returns another source of the object, if that reads the answer which
-            obstore could not, and raises the error if not.
+        other_source: a function that returns another source of the object, if that reads the answer
+            which obstore could not, and raises the error if not.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class ObstoreSource(RetriedSource):
         path: str,
         *,
         in_memory: bool,
-        other: Callable[[str, Exception], RangeSource],
+        other_source: Callable[[str, Exception], RangeSource],
     ) -> None:
         # A bound method there would be a reference cycle for each range.
         super().__init__(clients, path, partial(_ask_obstore, clients, path, in_memory))
         self._clients = clients
-        self._other = other
+        self._other_source = other_source
         self._path = path
-        self._over_lane = True
+        self._over_lane = True  # until it fails for this object
 
     def ask_ahead(self, start: int, end: int) -> Answer | None:
         """Send the request over the direct lane; return None if it cannot carry it."""
@@ -82,7 +82,7 @@ class ObstoreSource(RetriedSource):
         try:
             return super().ask(start, end)
         except Exception as error:  # noqa: BLE001  raised again, unless another try is made
-            return self._other(self._path, error).ask(start, end)
+            return self._other_source(self._path, error).ask(start, end)
 
     def wait_to_ask_again(self, error: Exception, asked_at: float, *, had_begun: bool) -> None:
         """Wait until the rest may be asked for, or raise.
@@ -92,7 +92,7 @@ class ObstoreSource(RetriedSource):
         """
         if isinstance(error, LaneError) and error.status is None:
             self._over_lane = False
-            if not error.broke_off:
+            if not error.broke_off:  # the store is well, so there is nothing to wait for
                 emit_retry(self._path, 2, str(error), asked_at)
                 return
         super().wait_to_ask_again(error, asked_at, had_begun=had_begun)

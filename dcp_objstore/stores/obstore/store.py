@@ -112,17 +112,20 @@ class ObstoreStore(BaseStore[str]):
 
     def _range_source(self, place: str) -> ObstoreSource:
         in_memory = self._url.scheme == "memory"
-        return ObstoreSource(self._clients, place, in_memory=in_memory, other=self._other_source)
+        return ObstoreSource(
+            self._clients, place, in_memory=in_memory, other_source=self._boto3_source_for
+        )
 
-    def _other(self, error: Exception) -> BaseStore[Any]:
+    def _boto3_store_for(self, error: Exception) -> BaseStore[Any]:
         """Return the store over boto3 if it reads an answer that obstore cannot; raise if not."""
         if self._over_boto3 is None or not is_unreadable(error):
             raise error
         return self._over_boto3()
 
-    def _other_source(self, place: str, error: Exception) -> RangeSource:
-        other = self._other(error)
-        return other._range_source(other._place(place.removeprefix(self._root)))
+    def _boto3_source_for(self, place: str, error: Exception) -> RangeSource:
+        """Return a source of an object's ranges that reads what obstore cannot; raise if none."""
+        store = self._boto3_store_for(error)
+        return store._range_source(store._place(place.removeprefix(self._root)))
 
     def _put(
         self,
@@ -152,14 +155,14 @@ class ObstoreStore(BaseStore[str]):
                 tries = self._clients.tries("put", place, size_bytes)
                 result = self._clients.run(tries, send, repeatable=precondition is None)
             else:
-                result = self._clients.fresh(send)
+                result = self._clients.with_fresh_credentials(send)
         self._clients.proven = self._clients.has_put = True
         return _version(result)
 
     def _put_stream(
         self, place: str, source: WatchedBuffers, part_size_bytes: int, max_concurrency: int
     ) -> Version:
-        """obstore sends each part again by itself."""
+        """Have obstore send the parts, and each part again by itself."""
         import obstore
 
         try:
@@ -181,6 +184,7 @@ class ObstoreStore(BaseStore[str]):
             # obstore sends a part again after these alone; RequestTimeout comes with 400.
             is_final = failure.details.status not in (None, 408, 429, *range(500, 600))
             if failure.may_pass and is_final and not source.left_parts:
+                # The part was not sent again, so the whole upload may be.
                 raise errors.UploadLostError(translated.message) from error
             is_refusal = isinstance(translated, errors.CredentialsError)
             if is_refusal and self._clients.were_refused(error):
@@ -200,7 +204,7 @@ class ObstoreStore(BaseStore[str]):
         max_concurrency: int,
         moved: Callable[[int], None],
     ) -> Version:
-        if self._over_boto3 is None:
+        if self._over_boto3 is None:  # GCS or Azure
             clients, target = self._clients, replace(self._url, prefix=place)
             send, remove = partial(clients.ask, place), partial(self._delete, place)
             copy_object(clients.copier, send, sources, target, moved=moved, remove=remove)
@@ -220,8 +224,8 @@ class ObstoreStore(BaseStore[str]):
             try:
                 answer = obstore.get(self._clients.get("read"), place)
             except Exception as error:  # noqa: BLE001  raised again, if boto3 is not to be asked
-                other, key = self._other(error), place.removeprefix(self._root)
-                return other.get(key, max_size_bytes=max_size_bytes)
+                store, key = self._boto3_store_for(error), place.removeprefix(self._root)
+                return store.get(key, max_size_bytes=max_size_bytes)
             check_no_page(answer.attributes.get("Content-Type"))
             meta = self._check_size(self._meta(answer.meta), max_size_bytes)
             return bytes(answer.bytes()), meta
@@ -236,7 +240,7 @@ class ObstoreStore(BaseStore[str]):
                 return self._meta(obstore.head(self._clients.get("read"), place))
             except Exception as error:
                 if is_unreadable(error):
-                    return self._other(error).head(place.removeprefix(self._root))
+                    return self._boto3_store_for(error).head(place.removeprefix(self._root))
                 status, code = http_code(error)
                 if status not in UNCLEAR_IN_HEAD or code is not None:
                     raise
@@ -256,79 +260,41 @@ class ObstoreStore(BaseStore[str]):
 
     def _list(self, folder: str) -> Iterator[ObjectMeta]:
         """List over obstore; from a page on that obstore cannot read, list over boto3."""
-        last, yielded = "", set()
+        last_key, yielded_keys = "", set()
         try:
             for meta in self._list_pages(folder):
                 if self._clients.ordered:
-                    last = meta.key
+                    last_key = meta.key
                 else:
-                    yielded.add(meta.key)
+                    yielded_keys.add(meta.key)
                 yield meta
         except errors.UnsupportedError as error:
-            for meta in self._other(error).list(folder and f"{folder}/"):
-                if meta.key > last and meta.key not in yielded:
+            for meta in self._boto3_store_for(error).list(folder and f"{folder}/"):
+                if meta.key > last_key and meta.key not in yielded_keys:
                     yield meta
 
     def _list_pages(self, folder: str) -> Iterator[ObjectMeta]:
-        """List page by page. After a page that failed, begin a new listing after the last key."""
-        import obstore
-
-        clients = self._clients
+        """List over obstore, page by page."""
         prefix = (self._root + folder).rstrip("/") or None
-        pages: Any = None
-        last: str | None = None  # the last key that was listed
-        ended: str | None = None  # that of a listing that ended where a page may have
-        count = 0
-        # All listed keys, if a new listing cannot begin after the last one, because the store does
-        # not list in order: obstore would drop keys that compare less and were not listed yet.
-        listed_keys: set[str] = set()
-        repeated: set[str] = set()  # those that the present listing has yet to give again
-
-        def new(page: Any) -> Any:
-            fresh = [meta for meta in page if meta["path"] not in repeated]
-            repeated.difference_update(meta["path"] for meta in page)
-            return fresh
-
-        def more() -> Any:
-            """The next page; after one that failed, of a new listing that starts there."""
-            nonlocal pages, ended
-            listing, pages = pages, None
-            if listing is None:
-                repeated.update(listed_keys)
-                listed = obstore.list(
-                    clients.get("list"), prefix, offset=last, chunk_size=_PAGE_KEYS
-                )
-                listing = filter(None, map(new, listed))
-            page = next(listing, None)
-            if page is None and count % _ROUND_KEYS == 0 and last not in (None, ended):
-                ended = last
-                return more()
-            pages = listing
-            return page
-
-        def ask() -> Any:
-            with self._errors(None), _bucket_is_there():
-                page = clients.run(clients.tries("list", ""), more)
-                if page:
-                    clients.proven = True
-                elif not clients.proven and self._url.scheme in ("s3", "gs"):
-                    self._prove()
-                return page
-
-        page = ask()
-        while page is not None:
-            count += len(page)
+        pages = _Pages(self._clients, prefix)
+        while page := self._next_page(pages):
             for meta in page:
-                if clients.ordered:
-                    last = meta["path"]
-                else:
-                    listed_keys.add(meta["path"])
                 if self._url.scheme == "az":
                     meta["e_tag"] = f'"{meta["e_tag"]}"'
                 # Consoles make an empty object with the folder's name; obstore has cut off its "/".
                 if meta["path"] != prefix:
                     yield self._meta(meta)
-            page = ask()
+
+    def _next_page(self, pages: _Pages) -> Any:
+        """Return the next page of a listing; None after the last one."""
+        clients = self._clients
+        with self._errors(None), _bucket_is_there():
+            page = clients.run(clients.tries("list", ""), pages.next)
+            if page:
+                clients.proven = True
+            elif not clients.proven and self._url.scheme in ("s3", "gs"):
+                self._prove()
+            return page
 
     def _prove(self) -> None:
         """Raise `ConfigError` if a web server stands where a store was meant.
@@ -358,9 +324,9 @@ class ObstoreStore(BaseStore[str]):
 
     @contextmanager
     def _errors(self, key: str | None) -> Iterator[str]:
-        with super()._errors(key) as path:
+        with super()._errors(key) as place:
             try:
-                yield path
+                yield place
             except BaseException as error:
                 translated = translate_panic(error)
                 if translated is None:
@@ -376,6 +342,54 @@ class ObstoreStore(BaseStore[str]):
         return ObjectMeta(
             path[len(self._root) :], meta["size"], _version(meta), meta["last_modified"]
         )
+
+
+class _Pages:
+    """The pages of a listing. After one that failed, a new listing begins behind the last key.
+
+    Where the store does not list in order, obstore would then drop keys that compare less and were
+    not listed yet. So the new listing begins at its start, and keys that came before are left out.
+    """
+
+    def __init__(self, clients: Clients, prefix: str | None) -> None:
+        self._clients = clients
+        self._prefix = prefix
+        self._listing: Iterator[Any] | None = None  # None: it has to be begun, or begun again
+        self._key_count = 0
+        self._last_key: str | None = None  # None where the store does not list in order
+        self._continued_after: str | None = None
+        self._listed_keys: set[str] = set()  # empty where the store lists in order
+        self._keys_to_leave_out: set[str] = set()  # those that this listing has yet to give again
+
+    def next(self) -> Any:
+        """Return the next page; None after the last one. After an error, call it again."""
+        listing, self._listing = self._listing or self._begin(), None
+        page = next(listing, None)
+        may_have_broken_off = self._key_count % _ROUND_KEYS == 0
+        if page is None and may_have_broken_off and self._last_key != self._continued_after:
+            self._continued_after = self._last_key
+            return self.next()
+        self._listing = listing
+        for meta in page or ():
+            self._key_count += 1
+            if self._clients.ordered:
+                self._last_key = meta["path"]
+            else:
+                self._listed_keys.add(meta["path"])
+        return page
+
+    def _begin(self) -> Iterator[Any]:
+        import obstore
+
+        self._keys_to_leave_out.update(self._listed_keys)
+        client = self._clients.get("list")
+        pages = obstore.list(client, self._prefix, offset=self._last_key, chunk_size=_PAGE_KEYS)
+        return filter(None, map(self._without_earlier_keys, pages))
+
+    def _without_earlier_keys(self, page: Any) -> Any:
+        new = [meta for meta in page if meta["path"] not in self._keys_to_leave_out]
+        self._keys_to_leave_out.difference_update(meta["path"] for meta in page)
+        return new
 
 
 @contextmanager
@@ -395,6 +409,7 @@ def _bucket_is_there(*, unless: bool = False) -> Iterator[None]:
 
 
 def _version(answer: Any) -> Version:
+    """Return the version in what obstore says of an object that it wrote, read or listed."""
     return Version.of(answer["e_tag"], answer["version"])
 
 
@@ -404,10 +419,10 @@ def _mode(precondition: Precondition | None, scheme: str) -> Any:
         return None  # obstore overwrites
     if isinstance(precondition, IfAbsent):
         return "create"
-    token = precondition.version
-    fields = {"e_tag": precondition.e_tag, "version": token.version}
+    version = precondition.version
+    fields = {"e_tag": precondition.e_tag, "version": version.version}
     need = "version" if scheme == "gs" else "e_tag"
     if fields[need] is None:
-        raise errors.InputError(f"a conditional write to {scheme}:// needs the {need} of {token}")
+        raise errors.InputError(f"a conditional write to {scheme}:// needs the {need} of {version}")
     # obstore takes an UpdateVersion only without its None fields.
     return {name: value for name, value in fields.items() if value is not None}

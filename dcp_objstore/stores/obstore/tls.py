@@ -89,25 +89,27 @@ class TlsSocket(socket.socket):
             How many bytes were received. With `MSG_WAITALL`, fewer mean that the connection was
             closed or lost, or was silent for the time-out.
         """
-        into, at, read = memoryview(buffer)[: nbytes or None], 0, self._tls.read
+        into, filled, read = memoryview(buffer)[: nbytes or None], 0, self._tls.read
         with _turns.here:
             try:
                 while True:
                     try:
-                        # Each call of `read` returns at most one TLS record.
-                        while at < len(into) and (count := read(len(into) - at, into[at:])):
-                            at += count  # type: ignore[operator]  # typeshed says bytes
-                    except ssl.SSLWantReadError:
-                        if at and not flags:
-                            return at
-                        if not self._receive(len(into) - at if flags else 0):
-                            return at
+                        # Each call of `read` returns at most one TLS record, and 0 at the end.
+                        while filled < len(into) and (
+                            count := read(len(into) - filled, into[filled:])
+                        ):
+                            filled += count  # type: ignore[operator]  # typeshed says bytes
+                    except ssl.SSLWantReadError:  # all that arrived is decrypted
+                        if filled and not flags:
+                            return filled
+                        if not self._receive(len(into) - filled if flags else 0):
+                            return filled
                     else:
-                        return at
+                        return filled
             except OSError:
-                if not at:
+                if not filled:
                     raise
-                return at
+                return filled
 
     def _shake_hands(self) -> None:
         """Make the TLS handshake. Some threads do so at a time; see `_turns`."""
@@ -123,6 +125,7 @@ class TlsSocket(socket.socket):
                     return
 
     def _send(self, flags: int = 0) -> None:
+        """Send the records that TLS has made, if any."""
         if self._to_send.pending:
             super().sendall(self._to_send.read(), flags)
 
@@ -149,6 +152,7 @@ class TlsSocket(socket.socket):
         return self._arrived.write(some)
 
     def _wait(self, least_bytes: int) -> bytes:
+        """Wait for records; see `_receive`. Raise `TimeoutError` if none came in time."""
         # No record is shorter than what it decrypts to, and OpenSSL has at most one in part.
         least_bytes = min(least_bytes - _MOST_RECORD_BYTES, _RECEIVED_BYTES)
         try:
