@@ -396,7 +396,8 @@ def short_lived_profile(folder: Path, endpoint_url: str) -> dict[str, str]:
     script.write_text(
         f"#!{sys.executable} -SE\n"  # starts in a third of the time
         "import time\n"
-        "until = time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(time.time() + 1))\n"
+        # botocore renews what ends within 10 minutes, and refuses what has ended when it comes
+        "until = time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(time.time() + 60))\n"
         'print(\'{"Version": 1, "AccessKeyId": "ASIA%d", "SecretAccessKey": "s",\'\n'
         '      \' "SessionToken": "t", "Expiration": "%s"}\' % (time.time_ns(), until))\n'
     )
