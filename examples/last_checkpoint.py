@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/last_checkpoint.py killed s3://bucket/run
     torchrun --nproc-per-node 1 examples/last_checkpoint.py resumed s3://bucket/run
 
-- `naive` saves steps 10 and 20 in the background and ends. Its exit status is 0, but step 20 is
-  missing: the program ended during the save, and nobody asked the future for its error.
+- `naive` saves steps 10 and 20 in the background and ends. Nobody waits for step 20, so it is
+  missing. The writer prints why; stock torch says nothing. The exit status can be 0.
 - `killed` is a job with a manager. Its rank 1 is killed while it uploads step 20.
 - `resumed` is the next job, on one rank. It goes on from step 10, the newest step that is whole,
   and ends with step 25. It saves that one too, although it is no multiple of 10.

@@ -36,7 +36,7 @@ def run(bucket: Bucket, tmp_path: Path) -> Run:
     """Run a command as the reader does, in a folder that holds nothing but `examples`."""
     (tmp_path / "examples").symlink_to(EXAMPLES)
 
-    def call(command: str, *, succeeds: bool = True, warm: bool = False) -> str:
+    def call(command: str, *, succeeds: bool | None = True, warm: bool = False) -> str:
         assert "s3://bucket/" in command
         words = shlex.split(command.replace("s3://bucket", bucket.url))
         env = {
@@ -118,9 +118,10 @@ def test_the_manager_loses_no_last_checkpoint(run, bucket):
 
 @pytest.mark.campaign
 @pytest.mark.backends("seaweed")
-def test_the_naive_loop_loses_its_last_checkpoint_and_succeeds(run, bucket):
+def test_the_naive_loop_loses_its_last_checkpoint(run, bucket):
     naive, *_ = commands("last_checkpoint.py")
-    run(naive)
+    # Status 0 if the save of step 20 fails before the end of the program, otherwise 120.
+    run(naive, succeeds=None)
     assert_whole(bucket, "naive/step-10")
 
 

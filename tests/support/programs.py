@@ -16,7 +16,10 @@ from tests.support.ranks import start_workers
 from tests.support.servers import Bucket
 
 
-def run_in_processes(words: list[str], cwd: Path, env: dict[str, str], succeeds: bool) -> str:
+def run_in_processes(
+    words: list[str], cwd: Path, env: dict[str, str], succeeds: bool | None
+) -> str:
+    """Run a command; what it printed. With `succeeds=None` its exit status does not matter."""
     done = subprocess.run(
         words,
         cwd=cwd,
@@ -26,7 +29,7 @@ def run_in_processes(words: list[str], cwd: Path, env: dict[str, str], succeeds:
         timeout=280,
         check=False,
     )
-    assert (done.returncode == 0) == succeeds, done.stderr
+    assert succeeds in (None, done.returncode == 0), done.stderr
     return done.stdout
 
 
@@ -41,7 +44,7 @@ def run_example(example: Path, ranks: int, *arguments: str, bucket: Bucket, cwd:
     return run_in_processes(words, cwd, env, succeeds=True)
 
 
-def run_in_forks(words: list[str], cwd: Path, env: dict[str, str], succeeds: bool) -> str:
+def run_in_forks(words: list[str], cwd: Path, env: dict[str, str], succeeds: bool | None) -> str:
     """What `torchrun` and `python` do, in processes that have imported torch already.
 
     That takes longest.
@@ -57,7 +60,7 @@ def run_in_forks(words: list[str], cwd: Path, env: dict[str, str], succeeds: boo
         env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     with start_workers() as crew:
         ended = crew.start(ranks, run, script, cwd, env, grouped=False).end()
-    assert any(one.failed for one in ended) != succeeds, ended
+    assert succeeds in (None, not any(one.failed for one in ended)), ended
     return "".join(one.value for one in ended if not one.failed)
 
 

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import pickle
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -94,6 +95,7 @@ def warm_up(preload: Sequence[str]) -> None:
 
 
 def _wait_for_others(folder: Path, known: Path) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0)  # pytest-timeout's: others may have tests of minutes
     while True:
         with _locked(folder):
             if not any(map(_lives, folder.glob("user-*"))):
