@@ -16,11 +16,13 @@ from typing import Final, NamedTuple
 
 ZIP_START: Final = b"PK\x03\x04"
 
-_END = struct.Struct("<4sHHHHIIH")
-_END_64 = struct.Struct("<4sQHHIIQQQQ")
-_LOCATOR_64 = struct.Struct("<4sIQI")
-_ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+# The records of the format, as far as they are read here. Each begins with its mark.
+_END = struct.Struct("<4s6xHIIH")  # number of entries, size, start, length of the comment
+_END_64 = struct.Struct("<4s28xQQQ")  # number of entries, size, start
+_LOCATOR_64 = struct.Struct("<4s4xQ4x")  # where `_END_64` begins
+# Method; packed and unpacked size; lengths of name, extra and comment; where `_LOCAL` begins.
+_ENTRY = struct.Struct("<4s6xH8xIIHHH8xI")
+_LOCAL = struct.Struct("<4s22xHH")  # lengths of name and extra; the data follows them
 _IN_ZIP_64: Final = 2**32 - 1
 _STORED, _DEFLATED = 0, 8
 _MOST_PACKED: Final = 1032  # bytes that a deflated byte can stand for
@@ -31,7 +33,7 @@ _LIMIT_RATIO: Final = 100
 def unpacked_limit_bytes(stored_bytes: int, least_bytes: int = _LEAST_LIMIT_BYTES) -> int:
     """Return the size to which something may unpack that has no shape to tell it.
 
-    That is 100 times the stored size. To unpickle takes up to 100 times a hostile pickle.
+    That is 100 times the stored size: to unpickle it takes as much memory if it is hostile.
 
     Args:
         least_bytes: the least limit. Default 1 MiB, of a pickle.
@@ -50,7 +52,7 @@ class Record:
     start: int
     end: int
     size_bytes: int
-    packed: bool
+    is_packed: bool
 
 
 class Archive:
@@ -91,7 +93,7 @@ class Archive:
         if record is None:
             raise ArchiveError(f"it has no {name}")
         stored = bytes(self._body[record.start : record.end])
-        if not record.packed:
+        if not record.is_packed:
             return stored
         if record.size_bytes > unpacked_limit_bytes(len(stored)):
             raise ArchiveError(f"{name} unpacks to {record.size_bytes} bytes")
@@ -103,54 +105,56 @@ class Archive:
     def _read(self) -> None:
         """Note where the directory says that records lie; refuse what torch never writes."""
         directory = _find_directory(self._body)
-        at = directory.start
-        while at < directory.end:
-            fields = _ENTRY.unpack_from(self._body, at)
-            mark, method, packed_bytes, size_bytes = fields[0], fields[4], fields[8], fields[9]
-            name_length, extra_length, comment_length, local = *fields[10:13], fields[16]
-            name_at = at + _ENTRY.size
-            extra_at = name_at + name_length
-            at = extra_at + extra_length + comment_length
-            if mark != b"PK\x01\x02" or at > directory.end:
+        entry_start = directory.start
+        while entry_start < directory.end:
+            entry = _ENTRY.unpack_from(self._body, entry_start)
+            mark, method, packed_bytes, size_bytes, *lengths, header_start = entry
+            name_length, extra_length, comment_length = lengths
+            name_start = entry_start + _ENTRY.size
+            extra_start = name_start + name_length
+            extra_end = extra_start + extra_length
+            entry_start = extra_end + comment_length
+            if mark != b"PK\x01\x02" or entry_start > directory.end:
                 raise ArchiveError("its directory is damaged")
-            if _IN_ZIP_64 in (size_bytes, packed_bytes, local):
-                extra = bytes(self._body[extra_at : extra_at + extra_length])
-                size_bytes, packed_bytes, local = _from_zip_64(
-                    extra, size_bytes, packed_bytes, local
+            if _IN_ZIP_64 in (size_bytes, packed_bytes, header_start):
+                extra = bytes(self._body[extra_start:extra_end])
+                size_bytes, packed_bytes, header_start = _from_zip_64(
+                    extra, size_bytes, packed_bytes, header_start
                 )
-            name = bytes(self._body[name_at:extra_at]).decode("utf-8", "replace").lower()
+            name = bytes(self._body[name_start:extra_start]).decode("utf-8", "replace").lower()
             if name in self.records:
                 raise ArchiveError("it has two records of one name")
-            if not self.records:
+            if not self.records:  # as torch does, which reads all names below that folder
                 self.root = name.partition("/")[0]
-            start = self._data_of(local)
+            start = self._data_start(header_start)
             if start + packed_bytes > directory.start:
                 raise ArchiveError("a record reaches into its directory")
-            if method not in (_STORED, _DEFLATED) or (
-                method == _STORED and size_bytes != packed_bytes
-            ):
+            is_packed = method == _DEFLATED
+            is_stored = method == _STORED and size_bytes == packed_bytes
+            if not (is_packed or is_stored):
                 raise ArchiveError("a record is packed in an unknown way")
-            self.records[name] = Record(
-                start, start + packed_bytes, size_bytes, method == _DEFLATED
-            )
-        if len(self.records) != directory.records:
+            self.records[name] = Record(start, start + packed_bytes, size_bytes, is_packed)
+        if len(self.records) != directory.record_count:
             raise ArchiveError("its directory is damaged")
         if self.unpacked_bytes > _MOST_PACKED * len(self._body):
             raise ArchiveError("its records say that they are larger than they can be")
 
-    def _data_of(self, local: int) -> int:
-        """Return where the data begins whose local header is at this offset."""
-        fields = _LOCAL.unpack_from(self._body, min(local, len(self._body)))
-        if fields[0] != ZIP_START:
+    def _data_start(self, header_start: int) -> int:
+        """Return where the data of a record begins, by its local header, which precedes it."""
+        # struct takes no offset of 2**63 or more; at the end of the body it finds too few bytes.
+        offset = min(header_start, len(self._body))
+        mark, name_length, extra_length = _LOCAL.unpack_from(self._body, offset)
+        if mark != ZIP_START:
             raise ArchiveError("a record is not where its directory says")
-        name_length, extra_length = fields[9:11]
-        return int(local + _LOCAL.size + name_length + extra_length)
+        return int(header_start + _LOCAL.size + name_length + extra_length)
 
 
 class _Directory(NamedTuple):
+    """Bytes `[start, end)` of the archive, which describe so many records."""
+
     start: int
     end: int
-    records: int
+    record_count: int
 
 
 def _find_directory(body: bytes | memoryview) -> _Directory:
@@ -162,26 +166,31 @@ def _find_directory(body: bytes | memoryview) -> _Directory:
     end = len(body) - _END.size
     if end < 0:
         raise ArchiveError("it is cut off")
-    mark, _, _, _, records, size, start, comment_length = _END.unpack_from(body, end)
+    mark, record_count, size, start, comment_length = _END.unpack_from(body, end)
     if mark != b"PK\x05\x06" or comment_length:
         raise ArchiveError("it is cut off, or something follows it")
     locator = end - _LOCATOR_64.size
     if locator >= 0 and bytes(body[locator : locator + 4]) == b"PK\x06\x07":
         end = locator - _END_64.size
-        if end < 0 or _LOCATOR_64.unpack_from(body, locator)[2] != end:
+        if end < 0 or _LOCATOR_64.unpack_from(body, locator)[1] != end:
             raise ArchiveError("its directory is not where it should be")
-        mark, _, _, _, _, _, _, records, size, start = _END_64.unpack_from(body, end)
+        mark, record_count, size, start = _END_64.unpack_from(body, end)
         if mark != b"PK\x06\x06":
             raise ArchiveError("its directory is damaged")
     if start + size != end:
         raise ArchiveError("its directory is not where it should be")
-    return _Directory(start, end, records)
+    return _Directory(start, end, record_count)
 
 
 def _from_zip_64(extra: bytes, *numbers: int) -> tuple[int, ...]:
-    """Replace numbers that did not fit by those in the first zip64 field, as torch does."""
+    """Replace numbers that did not fit by those in the first zip64 field, as torch does.
+
+    Args:
+        extra: the fields of an entry: of each its kind, the length of its data, and the data.
+        numbers: the numbers in the entry. `_IN_ZIP_64` stands for each that did not fit.
+    """
     kind, start, end = 0, 0, 0
-    while kind != 1:
+    while kind != 1:  # the kind of a zip64 field; without one, unpack_from raises struct.error
         kind, length = struct.unpack_from("<HH", extra, end)
         start = end + 4
         end = start + length

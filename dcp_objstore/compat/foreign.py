@@ -201,26 +201,27 @@ def _unpickled(body: bytes) -> object:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Global:
-        return _find(module, name)
+        return _allowed_stand_in(module, name)
 
 
-def _find(module: str, name: str) -> Global:
+def _allowed_stand_in(module: str, name: str) -> Global:
     """Return the stand-in for a global that stock torch writes; refuse any other."""
     # A dot in `name` would stand for attributes. No stock class needs that, and the joined name
     # would no longer show where the module ends.
-    whole = f"{module}.{name}"
-    if "." in name or whole not in _ALLOWED:
+    full_name = f"{module}.{name}"
+    if "." in name or full_name not in _ALLOWED:
         raise UntrustedPickleError(
-            f"the .metadata asks for {whole[:200]!r}, which is not among the classes that stock"
+            f"the .metadata asks for {full_name[:200]!r}, which is not among the classes that stock"
             " torch.distributed.checkpoint writes; it was not unpickled"
         )
-    return _stand_in(whole)
+    return _stand_in_for(full_name)
 
 
 @functools.cache
-def _stand_in(name: str) -> Global:
-    base = _Getattr if name in _GETATTR else _OrderedDict if name == _ORDERED_DICT else Node
-    return stand_in(base, name)
+def _stand_in_for(name: str) -> Global:
+    """Return the class that stands in for an allowed global, always the same one."""
+    bases = {**dict.fromkeys(_GETATTR, _Getattr), _ORDERED_DICT: _OrderedDict}
+    return stand_in(bases.get(name, Node), name)
 
 
 class _Getattr(Node):
@@ -230,20 +231,22 @@ class _Getattr(Node):
 
     @classmethod
     def result(cls, args: tuple[object, ...], *, is_new: bool) -> object:
+        """Return the stand-in for the attribute; a new object of a function is only recorded."""
         if is_new:
             return super().result(args, is_new=is_new)
         if len(args) != 2 or type(args[0]) is not Global or type(args[1]) is not str:
             raise UntrustedPickleError("the .metadata calls getattr on what it made itself")
-        return _find(args[0].name, args[1])
+        return _allowed_stand_in(args[0].name, args[1])
 
 
 class _OrderedDict(Node):
-    """An OrderedDict; an empty one becomes a plain dict, so that items can be added to it."""
+    """A call of OrderedDict."""
 
     __slots__ = ()
 
     @classmethod
     def result(cls, args: tuple[object, ...], *, is_new: bool) -> object:
+        """Return a dict for the empty call that picklers write; the pickle adds the items to it."""
         return super().result(args, is_new=is_new) if args or is_new else {}
 
 
@@ -267,15 +270,15 @@ def _damaged(what: str) -> CheckpointCorruptError:
     return CheckpointCorruptError(f"the .metadata is damaged: {what}")
 
 
-def _state(value: object, *names: str) -> dict[object, object]:
+def _attributes(value: object, *names: str) -> dict[object, object]:
     """Return the attributes of a new object of one of these classes."""
-    state = _any_state(value, *names)
+    state = _state(value, *names)
     return {} if state is None else _dict(state, names[0])
 
 
-def _any_state(value: object, *names: str) -> object:
+def _state(value: object, *names: str) -> object:
     """Return the state of a new object of one of these classes, in whatever form it is."""
-    if not isinstance(value, Node) or not value.is_new or value.args or value.name not in names:
+    if not isinstance(value, Node) or value.name not in names or not value.is_new or value.args:
         raise _damaged(f"expected {names[0].rpartition('.')[2]}, got {_kind(value)}")
     return value.state
 
@@ -313,10 +316,7 @@ def _number(value: object, what: str) -> int:
 
 def _size(value: object, what: str) -> torch.Size:
     """Return a value that must be a `torch.Size` of non-negative numbers."""
-    args = value.args if isinstance(value, Node) and value.name == _SIZE else ()
-    if len(args) != 1 or value.is_new or value.state is not None:  # type: ignore[attr-defined]
-        raise _damaged(f"{what} is {_kind(value)}, not a torch.Size")
-    numbers = args[0]
+    numbers = _only_argument(value, {_SIZE}, what)
     if type(numbers) is not tuple or len(numbers) > _MAX_DIMENSIONS:
         raise _damaged(f"{what} has no or too many dimensions")
     for number in numbers:
@@ -327,8 +327,8 @@ def _size(value: object, what: str) -> torch.Size:
 
 def _properties(value: object, fqn: str) -> TensorProperties:
     """Return TensorProperties from the pickled 5-tuple, or a longer one of a newer torch."""
-    state = _any_state(value, *_PROPERTIES)
-    if type(state) is not tuple or not 5 <= len(state) <= 32:
+    state = _state(value, *_PROPERTIES)
+    if type(state) is not tuple or len(state) < 5:
         raise _damaged(f"the properties of {fqn!r} do not have their five fields")
     dtype, layout, requires_grad, encoding, pin_memory = state[:5]
     if type(dtype) is not Global or dtype.name not in _DTYPES:
@@ -336,7 +336,7 @@ def _properties(value: object, fqn: str) -> TensorProperties:
     if type(requires_grad) is not bool or type(pin_memory) is not bool:
         raise _damaged(f"requires_grad or pin_memory of {fqn!r} is not a bool")
     layout_name = _only_argument(layout, {_LAYOUT}, f"the layout of {fqn!r}")
-    if type(encoding) is Global:
+    if type(encoding) is Global:  # a member of the enum, from `getattr`
         number: object = _MEMORY_NAMES.get(encoding.name)
     else:
         number = _only_argument(encoding, _MEMORY_ENCODING, f"the memory format of {fqn!r}")
@@ -354,7 +354,7 @@ def _properties(value: object, fqn: str) -> TensorProperties:
 
 
 def _only_argument(value: object, names: set[str] | frozenset[str], what: str) -> object:
-    """Return the only argument of a recorded call of one of `names`."""
+    """Return the only argument of a recorded call of one of `names`, whose result has no state."""
     if (
         not isinstance(value, Node)
         or value.name not in names
@@ -370,7 +370,10 @@ def _relative_path(value: object) -> str:
     """Return a key that must lie below the checkpoint, in printable parts that are not empty."""
     path = _text(value, "relative_path")
     parts = path.split("/")
-    if "" in parts[1:-1] and parts[0] and ":" not in parts[0]:
+    has_scheme_or_drive = ":" in parts[0]
+    # Such as "a//b", and not "//b" or "s3://b", which lead elsewhere.
+    has_empty_part = "" in parts[1:-1] and parts[0] != "" and not has_scheme_or_drive
+    if has_empty_part:
         raise UnsupportedError(
             f"an item lies in {path[:200]!r}, a key with an empty part, which cannot be addressed"
             " here: copy its objects, and write its .metadata again"
@@ -380,7 +383,7 @@ def _relative_path(value: object) -> str:
         or len(path.encode()) > _MAX_KEY_LENGTH_BYTES
         or any(part in {"", ".", ".."} for part in parts)
         or "\\" in path
-        or ":" in parts[0]  # a drive letter or a scheme
+        or has_scheme_or_drive
         or any(character < " " or character == "\x7f" for character in path)
     ):
         raise _damaged(f"relative_path {path[:200]!r} does not lead to an object below it")
@@ -388,12 +391,16 @@ def _relative_path(value: object) -> str:
 
 
 class _Converter:
-    """Makes stock objects from records, within a budget of entries for one `.metadata`."""
+    """Makes stock objects from records, within a budget of entries for one `.metadata`.
+
+    Each method returns the stock object for a value of the pickle, or raises
+    CheckpointCorruptError if the value is not of its type or not within its bounds.
+    """
 
     def __init__(self, body_size_bytes: int) -> None:
         self.entries_left = body_size_bytes // _MIN_ENTRY_SIZE_BYTES
-        self.paths: set[str] = set()
-        self.texts: set[str] = set()
+        self.valid_paths: set[str] = set()
+        self.valid_texts: set[str] = set()
 
     def spend(self, entries: int) -> None:
         """Count entries; a body that repeats one object may give more than it has bytes for."""
@@ -403,15 +410,15 @@ class _Converter:
 
     def text(self, value: object, what: str) -> str:
         """Return what `_text` returns; check a string only once, however often it appears."""
-        if type(value) is str and (value.isascii() or value in self.texts):
+        if type(value) is str and (value.isascii() or value in self.valid_texts):
             return value
         text = _text(value, what)
-        self.texts.add(text)
+        self.valid_texts.add(text)
         return text
 
     def metadata(self, value: object) -> Metadata:
         """Return the checked `Metadata`."""
-        state = _state(value, *_METADATA_CLASSES)
+        state = _attributes(value, *_METADATA_CLASSES)
         items = _dict(state.get("state_dict_metadata"), "state_dict_metadata")
         self.spend(len(items))
         return Metadata(
@@ -427,9 +434,9 @@ class _Converter:
     def item(self, fqn: str, value: object) -> TensorStorageMetadata | BytesStorageMetadata:
         """Return the checked description of a tensor or value."""
         if isinstance(value, Node) and value.name == _METADATA + "BytesStorageMetadata":
-            _state(value, value.name)
+            _attributes(value, value.name)
             return BytesStorageMetadata()
-        state = _state(value, _METADATA + "TensorStorageMetadata")
+        state = _attributes(value, _METADATA + "TensorStorageMetadata")
         fqn = fqn[:200]  # only shown from here on, once for every chunk
         properties = _properties(state.get("properties"), fqn)
         size = _size(state.get("size"), f"the shape of {fqn!r}")
@@ -451,7 +458,7 @@ class _Converter:
 
     def chunk(self, fqn: str, shape: torch.Size, value: object) -> ChunkStorageMetadata:
         """Return a checked chunk, which must lie inside its tensor."""
-        state = _state(value, _METADATA + "ChunkStorageMetadata")
+        state = _attributes(value, _METADATA + "ChunkStorageMetadata")
         offsets = _size(state.get("offsets"), f"the offsets of a chunk of {fqn!r}")
         sizes = _size(state.get("sizes"), f"the sizes of a chunk of {fqn!r}")
         if len(offsets) != len(shape) or len(sizes) != len(shape):
@@ -469,7 +476,7 @@ class _Converter:
         for key, path in _dict(value, "planner_data").items():
             if type(path) is not tuple or len(path) > MAX_PLACE_LENGTH:
                 raise _damaged("planner_data is not a mapping of keys to paths")
-            self.spend(1 + len(path) // 2)
+            self.spend(1 + len(path) // 2)  # a part takes at least two bytes: `h` and a number
             for part in path:
                 if type(part) is not int:
                     self.text(part, "a part of a path in planner_data")
@@ -479,15 +486,17 @@ class _Converter:
         return mapping
 
     def storage_data(self, value: object) -> dict[MetadataIndex, StorageInfo]:
+        """Return where each item lies."""
         entries = _dict(value, "storage_data")
         self.spend(len(entries))
         data = {self.index(key): self.storage_info(info) for key, info in entries.items()}
-        if len(data) != len(entries):
+        if len(data) != len(entries):  # the keys of `entries` are records, which all differ
             raise _damaged("storage_data names one chunk twice")
         return data
 
     def index(self, value: object) -> MetadataIndex:
-        state = _state(value, _METADATA + "MetadataIndex")
+        """Return the name of an item: its key, the offset of its chunk, and the chunk's number."""
+        state = _attributes(value, _METADATA + "MetadataIndex")
         offset, index = state.get("offset"), state.get("index")
         return MetadataIndex(
             self.text(state.get("fqn"), "the key in a MetadataIndex"),
@@ -497,10 +506,10 @@ class _Converter:
 
     def storage_info(self, value: object) -> StorageInfo:
         """Return the checked location of an item."""
-        state = _state(value, _FILESYSTEM + "_StorageInfo")
+        state = _attributes(value, _FILESYSTEM + "_StorageInfo")
         path = state.get("relative_path")
-        if type(path) is not str or path not in self.paths:
-            self.paths.add(_relative_path(path))
+        if type(path) is not str or path not in self.valid_paths:
+            self.valid_paths.add(_relative_path(path))
         offset = _number(state.get("offset"), "the offset of an item")
         length = _number(state.get("length"), "the length of an item")
         if offset + length > _MAX_NUMBER:
@@ -523,7 +532,7 @@ class _Converter:
         """Return the checked `StorageMeta`, or None if there is none."""
         if value is None:
             return None
-        state = _state(value, _METADATA + "StorageMeta")
+        state = _attributes(value, _METADATA + "StorageMeta")
         modules = state.get("modules", [])
         if type(modules) is not list:
             raise _damaged("StorageMeta.modules is not a list")
@@ -538,7 +547,7 @@ class _Converter:
 
 def _checkpoint_id(value: object) -> str | None:
     """Return where the checkpoint was written to, as text. It is never opened."""
-    if isinstance(value, Node) and value.name in _PATHS:
+    if isinstance(value, Node) and value.name in _PATHS:  # a path is pickled as a call of its parts
         if len(value.args) > MAX_PLACE_LENGTH:
             raise _damaged("checkpoint_id has too many parts")
         parts = [part for part in value.args if type(part) is str]
@@ -546,7 +555,7 @@ def _checkpoint_id(value: object) -> str | None:
             raise _damaged("checkpoint_id is not a path of strings")
         value = str(_PATHS[value.name](*parts))
     elif isinstance(value, Node) and value.name == _MSC_PATH:
-        value = _state(value, _MSC_PATH).get("_path")
+        value = _attributes(value, _MSC_PATH).get("_path")
     if type(value) is str:
         # A path on the writer's machine may hold bytes that are not UTF-8.
         return value.encode("utf-8", "replace").decode()

@@ -32,6 +32,10 @@ FRAMING_SIZE_BYTES: Final = 1024 * 1024
 def check_transforms(names: Sequence[str], key: str) -> None:
     """Check, before anything is fetched, that `undo` can undo these extensions.
 
+    Args:
+        names: the extensions and their versions, such as "stream.zstd/1".
+        key: the state-dict key, for the error.
+
     Raises:
         UnsupportedError: an extension is unknown, or a package is missing; the message names it.
     """
@@ -107,14 +111,14 @@ def _too_large(key: str, limit_bytes: int) -> CheckpointCorruptError:
 
 def _unpacked(body: io.BytesIO, key: str, limit_bytes: int) -> io.BytesIO:
     """Return a body that was packed with zstd, unpacked to at most `limit_bytes`."""
-    stream, damage = _open_zstd(body)
+    stream, damage_errors = _open_zstd(body)
     whole = io.BytesIO()
     try:
         while piece := stream.read(_STEP_SIZE_BYTES):
             if whole.tell() + len(piece) > limit_bytes:
                 raise _too_large(key, limit_bytes)
             whole.write(piece)
-    except damage as error:
+    except damage_errors as error:
         raise CheckpointCorruptError(
             f"the item cannot be unpacked: {type(error).__name__}: {error}", key=key
         ) from error

@@ -33,8 +33,8 @@ from dcp_objstore.observe.report import first_few, warn
 
 # Optimizers store thousands of equal numbers (lr, betas, eps) as equal bodies, and a test-load
 # takes about 60 microseconds. So results are kept for 1024 bodies of up to 4 KiB.
-_REMEMBERED: Final = 1024
-_REMEMBERED_SIZE_BYTES: Final = 4096
+_CACHED_RESULTS: Final = 1024
+_CACHED_SIZE_BYTES: Final = 4096
 _NOT_OF_TORCH: Final = (ArchiveError, HostilePickleError, pickle.UnpicklingError)
 
 
@@ -135,27 +135,30 @@ def not_built(error: Exception, body: bytes, key: str, *, is_verified: bool) -> 
             " trust_pickle=True passes it to the planner as it is (only if you trust its author)",
             key=key,
         )
-    doing = "the bytes of this value are what was saved, but it could not be built"
+    problem = "the bytes of this value are what was saved, but it could not be built"
     advice = (
         "its class has changed since the save or is not installed, or the planner does not take it."
         " Load it with the code that saved it, or leave this key out"
     )
     if type(error) is RuntimeError:  # as torch calls sizes and strides that do not fit a storage
-        text = f"{doing} ({type(error).__name__}: {error}): {advice}"
+        text = f"{problem} ({type(error).__name__}: {error}): {advice}"
         return UnsupportedError(text, key=key)
-    return by_cause(error, doing, key, advice)
+    return by_cause(error, problem, key, advice)
 
 
 def _refusal(body: bytes) -> str | None:
-    """Return what prevents torch from loading `body` safely, or None; raise as `_test_load`."""
-    if len(body) > _REMEMBERED_SIZE_BYTES:
+    """Return the types that prevent torch from loading `body` safely, or None.
+
+    Raises what `_test_load` raises.
+    """
+    if len(body) > _CACHED_SIZE_BYTES:
         return _test_load(body)
     # The types that the user has declared are part of the key, because they may change.
-    return _remembered(bytes(body), frozenset(torch.serialization.get_safe_globals()))
+    return _cached_refusal(bytes(body), frozenset(torch.serialization.get_safe_globals()))
 
 
-@functools.lru_cache(maxsize=_REMEMBERED)
-def _remembered(body: bytes, allowed: frozenset[object]) -> str | None:  # noqa: ARG001
+@functools.lru_cache(maxsize=_CACHED_RESULTS)
+def _cached_refusal(body: bytes, allowed: frozenset[object]) -> str | None:  # noqa: ARG001
     """Return what `_test_load` returns; `allowed` is only part of the cache's key."""
     return _test_load(body)
 
@@ -173,7 +176,8 @@ def _test_load(body: bytes) -> str | None:
         unpickled(io.BytesIO(body), weights_only=True)
     except pickle.UnpicklingError as error:
         unsafe = _unsafe_globals(body)
-        if inert and unsafe is not None and inert.issuperset(unsafe) and not _forced():
+        runs_nothing = inert and unsafe is not None and inert.issuperset(unsafe)
+        if runs_nothing and not _weights_only_is_forced():
             unpickled(io.BytesIO(body), weights_only=False)
             return None
         refused = refused_globals(body, error, inert)
@@ -192,7 +196,7 @@ def unpickled(body: io.BytesIO | Path, *, weights_only: bool, mmap: bool = False
     return torch.load(body, map_location="cpu", mmap=mmap, weights_only=weights_only)
 
 
-def _forced() -> bool:
+def _weights_only_is_forced() -> bool:
     """Return whether the environment forces torch to load with `weights_only=True`."""
     forced = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")
     return forced.lower() in ("1", "y", "yes", "true")

@@ -74,55 +74,66 @@ def vet(body: bytes | memoryview) -> frozenset[str]:
     archive = Archive(body)
     pickled = archive.read("data.pkl")
 
-    def size_of(name: str) -> int | None:
+    def size_of(name: str) -> int:
+        """Return the size of the record of a storage; `Archive` has names in lower case."""
         record = archive.records.get(f"{archive.root}/data/{name}".lower())
-        return None if record is None else record.size_bytes
+        return 0 if record is None else record.size_bytes
 
     end, is_whole = scan(pickled, _DIALECT)
-    trial = _DryUnpickler(pickled[:end], archive.unpacked_bytes, size_of)
-    trial.run()
+    dry_run = _DryUnpickler(pickled[:end], archive.unpacked_bytes, size_of)
+    dry_run.run()
     # Torch's own unpickler reads other protocols, too, as far as they have the same opcodes.
-    is_known = is_whole and trial.is_known and pickled.startswith(b"\x80\x02")
-    if not is_known or any(trial.attributes):
+    is_known = is_whole and dry_run.is_known and pickled.startswith(b"\x80\x02")
+    if not is_known or any(dry_run.attributes):
         return frozenset()
-    return frozenset(trial.inert)
+    return frozenset(dry_run.inert)
 
 
-class _EndError(Exception):
-    """Stop torch at this point."""
+class _TorchEndsError(Exception):
+    """Ends the dry run where torch's unpickler raises an error and reads no further."""
 
 
 class _Result(Node):
-    """The result of a call, which reports to its `trial` how it is used."""
+    """The result of a call, which tells the `dry_run` how the pickle uses it.
+
+    `find_class` makes a subclass for each global, with its `name` and the `dry_run` that reads it.
+    """
 
     __slots__ = ()
-    trial: _DryUnpickler
+    dry_run: _DryUnpickler
 
     @classmethod
     def result(cls, args: _Arguments, *, is_new: bool) -> object:
-        cls.trial.check_result(cls.name, args, is_new=is_new)
+        """Check the call, then record it as `Node` does."""
+        cls.dry_run.check_result(cls.name, args, is_new=is_new)
         return super().result(args, is_new=is_new)
 
     def __setstate__(self, state: object) -> None:
-        # The first state may hold a function that the second is passed to.
+        """Record the state (BUILD), and whether the pickler writes such a one for this class."""
+        # This refuses a second state: the first may hold a function that the second is passed to.
         super().__setstate__(state)
-        form = _INERT_STATES.get(self.name)
-        self.trial.note_form(form is not None and self.trial.is_known and form(self, state))
+        has_form = _INERT_STATES.get(self.name)
+        self.dry_run.note(has_form is not None and self.dry_run.is_known and has_form(self, state))
 
     def append(self, _: object) -> None:
-        self.trial.note_form(self.name == _DEQUE)
-
-    extend = append
+        """Take an item (APPEND, APPENDS), as only a deque does."""
+        self.dry_run.note(self.name == _DEQUE)
 
     def __setitem__(self, key: object, _: object) -> None:
+        """Take an entry (SETITEM, SETITEMS), as only an OrderedDict does.
+
+        Like any dictionary, refuse a key without a hash.
+        """
         hash(key)
-        self.trial.note_form(self.name in _DICTIONARIES)
+        self.dry_run.note(self.name == _ORDERED_DICT)
 
     def __call__(self, *_: object) -> None:
-        raise _EndError  # torch calls only what has a name
+        """Be called (REDUCE), which torch refuses: it calls only globals."""
+        raise _TorchEndsError
 
 
 def _has_inert(value: object) -> bool:
+    """Return whether this is something of `_INERT`, or a tuple that has such a thing in it."""
     if type(value) is tuple:
         return any(map(_has_inert, value))
     return isinstance(value, Global | Node) and value.name in _INERT
@@ -133,23 +144,23 @@ class _DryUnpickler(pickle.Unpickler):
 
     Args:
         pickled: the part of the pickle that `scan` has passed.
-        stored_bytes: the size of what has the storages, unpacked.
-        size_of: returns the size of a storage by its name, or None if there is none.
+        stored_bytes: the unpacked size of the archive that has the storages.
+        size_of: returns the size of a storage by its name; 0 if there is none.
 
     Attributes:
-        inert: names of `_INERT` that were found.
-        is_known: whether all parts have known forms.
-        attributes: attributes of the BytesIO objects, which stay empty in what was saved.
+        inert: the names of `_INERT` that the pickle has.
+        is_known: whether each part so far is what Python's pickler writes for values of `_INERT`,
+            or is nothing but what torch allows. Once it is false it stays false.
+        attributes: attributes of the BytesIO objects. They are still empty when a state is set, and
+            the pickle can add to them later, so `vet` looks at them at the end.
     """
 
-    def __init__(
-        self, pickled: bytes, stored_bytes: int, size_of: Callable[[str], int | None]
-    ) -> None:
+    def __init__(self, pickled: bytes, stored_bytes: int, size_of: Callable[[str], int]) -> None:
         super().__init__(io.BytesIO(pickled), encoding="bytes")
         self.stored_bytes = stored_bytes
         self.size_of = size_of
-        self.names: set[str] = set()  # of storages
-        self.left_bytes = stored_bytes  # for further storages
+        self.storage_names: set[str] = set()
+        self.free_bytes = stored_bytes  # that no storage has taken yet
         self.globals: dict[str, Global] = {}
         self.inert: set[str] = set()
         self.is_known = True
@@ -163,7 +174,7 @@ class _DryUnpickler(pickle.Unpickler):
         """
         try:
             self.load()
-        except (_EndError, EOFError, UnicodeDecodeError):
+        except (_TorchEndsError, EOFError):  # torch's unpickler ends here, too
             self.is_known = False
         except (HostilePickleError, MemoryError):
             raise
@@ -171,83 +182,101 @@ class _DryUnpickler(pickle.Unpickler):
             # Torch could go on where this unpickler does not, and what follows was not seen.
             raise HostilePickleError(f"{type(error).__name__}: {str(error)[:200]}") from error
 
-    def note_form(self, is_known: bool) -> None:
-        """Record whether a part of the pickle has a known form."""
+    def note(self, is_known: bool) -> None:
+        """Record whether a part of the pickle is one of those that `is_known` describes."""
         self.is_known = self.is_known and is_known
 
     def find_class(self, module: str, name: str) -> Global:
         """Return the stand-in for a global, which the pickle's opcode GLOBAL asks for.
 
-        Note the globals that are known to run nothing.
+        Add it to `inert` if it is one of `_INERT`.
         """
         # Names of Python 2 are mapped as in torch and pickle.
         if (module, name) in NAME_MAPPING:
             module, name = NAME_MAPPING[module, name]
         else:
             module = IMPORT_MAPPING.get(module, module)
-        whole = f"{module}.{name}"
-        if whole in _INERT:
-            self.inert.add(whole)
-        if whole not in self.globals:
+        full_name = f"{module}.{name}"
+        if full_name in _INERT:
+            self.inert.add(full_name)
+        if full_name not in self.globals:
             if len(self.globals) >= _MAX_GLOBALS:
                 raise HostilePickleError(f"it names more than {_MAX_GLOBALS} classes")
             # A weak reference: a class is a reference cycle, and would keep the archive in memory
             # until the next garbage collection.
-            self.globals[whole] = stand_in(_Result, whole, trial=weakref.proxy(self))
-        return self.globals[whole]
+            dry_run = weakref.proxy(self)
+            self.globals[full_name] = stand_in(_Result, full_name, dry_run=dry_run)
+        return self.globals[full_name]
 
     def check_result(self, name: str, args: _Arguments, *, is_new: bool) -> None:
+        """Refuse a harmful call, and note whether it is one that the pickler writes."""
         self.check_call(name, args)
         if name in _INERT:
-            form = (_INERT_NEW if is_new else _INERT_CALLS).get(name)
-            self.note_form(form is not None and self.is_known and form(args))
+            has_form = (_INERT_NEW if is_new else _INERT_CALLS).get(name)
+            self.note(has_form is not None and self.is_known and has_form(args))
         else:
             # What torch allows may do more with such a value than torch had in mind.
-            self.note_form(not _has_inert(args))
+            self.note(not _has_inert(args))
 
     def check_call(self, name: str, args: _Arguments) -> None:
         """Refuse a call whose arguments would run code or take memory out of all proportion."""
-        wanted = _ARGUMENTS.get(name)
-        if wanted is not None and not wanted(args):
+        has_form = _SAFE_ARGUMENTS.get(name)
+        if has_form is not None and not has_form(args):
             raise HostilePickleError(
                 f"it calls {name[:200]} with other arguments than what it has saved"
             )
         if name in _SIZED and args:
             raise HostilePickleError(f"it calls {name}, which takes a size")
-        if name == _QUANTIZED and len(args) > 2 and type(args[2]) is tuple:
-            numbers = [item for item in args[2] if type(item) is int]
-            if math.prod(numbers) > 2 * self.stored_bytes:
+        # _rebuild_qtensor(storage, storage_offset, size, ...) allocates before it looks whether the
+        # storage is large enough. A byte has up to four elements (quint2x4).
+        if name == _QUANTIZED:
+            shape = args[2]
+            if type(shape) is not tuple:
+                raise HostilePickleError("a quantized tensor has no shape")
+            if math.prod(size for size in shape if type(size) is int) > 4 * self.stored_bytes:
                 raise HostilePickleError("a quantized tensor is larger than what is stored")
-        if name == _FROM_TYPE and len(args) > 2:
-            function, inner = args[0], args[2]
-            if not isinstance(function, Global) or type(inner) is not tuple:
+        # _rebuild_from_type_v2(function, type, arguments, state) calls the function.
+        if name == _FROM_TYPE:
+            function, arguments = args[0], args[2]
+            if not isinstance(function, Global) or type(arguments) is not tuple:
                 raise HostilePickleError("it calls what it made itself")
-            self.check_call(function.name, inner)
+            self.check_call(function.name, arguments)
 
-    def persistent_load(self, place: object) -> object:
-        """Return the stand-in for the storage of a tensor (BINPERSID)."""
-        if type(place) is not tuple or len(place) < 5:
-            raise _EndError
-        _, cls, name, _, count = place[:5]
+    def persistent_load(self, description: object) -> object:
+        """Return the stand-in for the storage of a tensor (BINPERSID).
+
+        Args:
+            description: a tuple such as ("storage", torch.FloatStorage, "0", "cpu", 6), where "0"
+                is the name of the storage and 6 the number of its elements.
+        """
+        if type(description) is not tuple or len(description) < 5:
+            raise _TorchEndsError
+        _, cls, name, _, count = description[:5]
         if not isinstance(cls, Global) or type(name) is not str or type(count) is not int:
             raise HostilePickleError("a storage is described in an unknown way")
         size_bytes = self.size_of(name)
         itemsize = _itemsize(cls.name)
-        if size_bytes is None or itemsize is None:
-            raise HostilePickleError("a storage is not there, or of no known type")
-        if name not in self.names:
-            self.names.add(name)
-            self.left_bytes -= count * itemsize
-        if not 0 <= count * itemsize <= size_bytes or self.left_bytes < 0:
+        if itemsize is None:
+            raise HostilePickleError("a storage is of no known type")
+        # Torch makes one storage for each name, and many names can lead to one record ("a", "A").
+        if name not in self.storage_names:
+            self.storage_names.add(name)
+            self.free_bytes -= count * itemsize
+        if not 0 <= count * itemsize <= size_bytes or self.free_bytes < 0:
             raise HostilePickleError(f"a storage of {size_bytes} bytes says that it has others")
         return _STORAGE
 
 
-_STORAGE: Final = object()
+_STORAGE: Final = object()  # stands for any storage
+
+# --- forms: whether arguments or a state are what Python's pickler writes --------------------
+
+_Form = Callable[[_Arguments], bool]
 
 
-def _one(kind: Callable[[object], bool]) -> Callable[[_Arguments], bool]:
-    return lambda args: not args or (len(args) == 1 and kind(args[0]))
+def _none_or_one(is_right: Callable[[object], bool]) -> _Form:
+    """Return a form: no argument, or a single one for which `is_right` returns true."""
+    return lambda args: not args or (len(args) == 1 and is_right(args[0]))
 
 
 def _is_collection(value: object) -> bool:
@@ -255,28 +284,31 @@ def _is_collection(value: object) -> bool:
 
 
 def _is_text_in_latin_1(args: _Arguments) -> bool:
+    """Return whether these are a text and "latin1", as the pickler writes bytes."""
     return len(args) == 2 and type(args[0]) is str and args[1] in ("latin1", "latin-1")
 
 
-# The arguments that Python's pickler writes for these. A number (or something that gives one) would
-# allocate memory without bytes for it; a tensor would be iterated over, whether stored or not.
-_ARGUMENTS: Final[dict[str, Callable[[_Arguments], bool]]] = {
+# The arguments that Python's pickler writes where torch allows the call with any. A number (or
+# something that gives one) would allocate memory without bytes for it; a tensor would be iterated
+# over, whether stored or not.
+_SAFE_ARGUMENTS: Final[dict[str, _Form]] = {
     "_codecs.encode": _is_text_in_latin_1,
     "builtins.bytearray": lambda args: (
-        _one(lambda arg: _is_result_of(arg, "_codecs.encode"))(args) or _is_text_in_latin_1(args)
+        _none_or_one(lambda arg: _is_result_of(arg, "_codecs.encode"))(args)
+        or _is_text_in_latin_1(args)
     ),
-    "builtins.set": _one(_is_collection),
-    "collections.Counter": _one(_is_collection),
-    "collections.OrderedDict": _one(_is_collection),
-    "torch.Size": _one(lambda arg: type(arg) is tuple),
+    "builtins.set": _none_or_one(_is_collection),
+    "collections.Counter": _none_or_one(_is_collection),
+    "collections.OrderedDict": _none_or_one(_is_collection),
+    "torch.Size": _none_or_one(lambda arg: type(arg) is tuple),
 }
 
 
 # --- values that run nothing -----------------------------------------------------------------
 
-_STOP: Final = ord(".")
+
 _DEQUE: Final = "collections.deque"
-_DICTIONARIES: Final = ("collections.OrderedDict", "collections.Counter")
+_ORDERED_DICT: Final = "collections.OrderedDict"
 _DTYPE: Final = "numpy.dtype"
 _ARRAY: Final = "numpy.ndarray"
 _NUMPY: Final = ("numpy._core.multiarray", "numpy.core.multiarray")  # NumPy 2, and 1
@@ -292,32 +324,35 @@ _NUMPY_DTYPES: Final = {
 }
 _MAX_DIMENSIONS: Final = 32
 _MAX_EXTENT: Final = 2**58
-_Form = Callable[[_Arguments], bool]
 
 
-def _are(*kinds: type) -> _Form:
+def _of_types(*types: type) -> _Form:
     """Return a form: arguments of exactly these types."""
-    return lambda args: tuple(map(type, args)) == kinds
+    return lambda args: tuple(map(type, args)) == types
 
 
 def _is_exactly(value: object, wanted: tuple[object, ...]) -> bool:
     """Return whether two tuples have equal items of the same types (1, 1.0 and True differ)."""
-    return type(value) is tuple and _are(*map(type, wanted))(value) and value == wanted
+    return type(value) is tuple and _of_types(*map(type, wanted))(value) and value == wanted
 
 
-def _is_result_of(value: object, *names: str) -> bool:
-    return isinstance(value, _Result) and value.name in names
+def _is_result_of(value: object, name: str) -> bool:
+    """Return whether this is what a call of the global `name` has returned."""
+    return isinstance(value, _Result) and value.name == name
 
 
-def _size_of(value: object) -> int | None:
-    """Return the length of a bytes value; None for anything else."""
+def _length_of_bytes(value: object) -> int | None:
+    """Return the length of a bytes value; None for anything else.
+
+    The pickler writes b"ab" as `_codecs.encode("ab", "latin1")`, and b"" as `bytes()`.
+    """
     if isinstance(value, _Result) and value.name == "_codecs.encode":
         return len(value.args[0])  # type: ignore[arg-type]
     return 0 if _is_result_of(value, "builtins.bytes") else None
 
 
-def _size_of_element(dtype: object) -> int:
-    """Return the element size of a dtype whose form is known."""
+def _numpy_element_bytes(dtype: object) -> int:
+    """Return the element size of a dtype that has passed `_is_dtype`."""
     return _NUMPY_DTYPES[dtype.args[0]]  # type: ignore[attr-defined]
 
 
@@ -325,7 +360,7 @@ def _time(size_bytes: int) -> _Form:
     """Return a form: a time packed into so many bytes, and perhaps a time zone."""
     return lambda args: (
         0 < len(args) <= 2
-        and _size_of(args[0]) == size_bytes
+        and _length_of_bytes(args[0]) == size_bytes
         and all(_is_result_of(zone, "datetime.timezone") for zone in args[1:])
     )
 
@@ -343,6 +378,7 @@ def _is_deque(args: _Arguments) -> bool:
 
 
 def _is_zone(args: _Arguments) -> bool:
+    """Return whether these are the difference to UTC, and perhaps a name."""
     return (
         0 < len(args) <= 2
         and _is_result_of(args[0], "datetime.timedelta")
@@ -351,7 +387,10 @@ def _is_zone(args: _Arguments) -> bool:
 
 
 def _is_dtype(args: _Arguments) -> bool:
-    """Require a copy, because a state would otherwise be set on NumPy's own dtype."""
+    """Return whether these are a name such as "f4", `align=False` and `copy=True`.
+
+    Without a copy a state would be set on NumPy's own dtype.
+    """
     return (
         len(args) == 3
         and type(args[0]) is str
@@ -362,19 +401,21 @@ def _is_dtype(args: _Arguments) -> bool:
 
 
 def _is_empty_array(args: _Arguments) -> bool:
+    """Return whether these are `(ndarray, (0,), b"b")`; the state has the shape and the dtype."""
     return (
         len(args) == 3
         and isinstance(args[0], Global)
         and args[0].name == _ARRAY
         and _is_exactly(args[1], (0,))
-        and _size_of(args[2]) == 1
+        and _length_of_bytes(args[2]) == 1
     )
 
 
 def _is_numpy_scalar(args: _Arguments) -> bool:
+    """Return whether these are a dtype, and the bytes of one element."""
     if len(args) != 2 or not _is_result_of(args[0], _DTYPE):
         return False
-    return _size_of(args[1]) == _size_of_element(args[0])
+    return _length_of_bytes(args[1]) == _numpy_element_bytes(args[0])
 
 
 _PATHS: Final = frozenset(
@@ -384,22 +425,25 @@ _PATHS: Final = frozenset(
 )
 
 # The arguments that Python's pickler writes in each call. They ensure that nothing is called, and
-# that nothing is iterated over or allocated without bytes for it.
+# that nothing is iterated over or allocated without bytes for it. A form takes for granted that
+# what is in the arguments has passed its own form, so it is asked only while `is_known` is true.
 _INERT_CALLS: Final[dict[str, _Form]] = {
-    "builtins.bytes": _are(),  # empty; others are made by _codecs.encode
-    "builtins.range": _are(int, int, int),
+    "builtins.bytes": _of_types(),  # empty; others are made by _codecs.encode
+    "builtins.range": _of_types(int, int, int),
     _DEQUE: _is_deque,
     "datetime.date": _time(4),
     "datetime.datetime": _time(10),
     "datetime.time": _time(6),
-    "datetime.timedelta": _are(int, int, int),
+    "datetime.timedelta": _of_types(int, int, int),
     "datetime.timezone": _is_zone,
     _DTYPE: _is_dtype,
     **dict.fromkeys(_PATHS, lambda args: all(type(part) is str for part in args)),
     **{f"{module}._reconstruct": _is_empty_array for module in _NUMPY},
     **{f"{module}.scalar": _is_numpy_scalar for module in _NUMPY},
 }
-_INERT_NEW: Final[dict[str, _Form]] = {"_io.BytesIO": _are()}
+# The same for new objects (NEWOBJ).
+_INERT_NEW: Final[dict[str, _Form]] = {"_io.BytesIO": _of_types()}
+# `_ARRAY` is never called: it is an argument of `_reconstruct`.
 _INERT: Final = frozenset({*_INERT_CALLS, *_INERT_NEW, _ARRAY})
 
 
@@ -408,9 +452,10 @@ def _is_buffer(result: _Result, state: object) -> bool:
     if type(state) is not tuple or len(state) != 3:
         return False
     body, position, attributes = state
-    size_bytes = _size_of(body)
-    if type(attributes) is dict:  # as soon as something has looked for an attribute, as DCP does
-        result.trial.attributes.append(attributes)
+    size_bytes = _length_of_bytes(body)
+    # It is None until something has looked for an attribute of the object, as DCP does.
+    if type(attributes) is dict:
+        result.dry_run.attributes.append(attributes)
     return (
         size_bytes is not None
         and type(position) is int
@@ -440,14 +485,15 @@ def _is_array_state(_: _Result, state: object) -> bool:
     return (
         _is_exactly((version,), (1,))
         and len(sizes) == len(shape) <= _MAX_DIMENSIONS
-        # Even if a size of 0 hides it.
+        # NumPy multiplies the other sizes even if one is 0, and must not overflow.
         and math.prod(size or 1 for size in sizes) <= _MAX_EXTENT
-        and _size_of(body) == math.prod(sizes) * _size_of_element(dtype)
+        and _length_of_bytes(body) == math.prod(sizes) * _numpy_element_bytes(dtype)
     )
 
 
+# The states that Python's pickler writes for results of these calls (BUILD).
 _INERT_STATES: Final[dict[str, Callable[[_Result, object], bool]]] = {
-    "collections.OrderedDict": lambda _, state: type(state) is dict,
+    _ORDERED_DICT: lambda _, state: type(state) is dict,
     "_io.BytesIO": _is_buffer,
     _DTYPE: _is_dtype_state,
     **{f"{module}._reconstruct": _is_array_state for module in _NUMPY},

@@ -312,7 +312,7 @@ def _is_mappable(path: Path, trust_pickle: bool) -> bool:
     if not trust_pickle:
         vet(memoryview(body))
     archive = Archive(memoryview(body))
-    is_packed = any(record.packed for record in archive.records.values())
+    is_packed = any(record.is_packed for record in archive.records.values())
     if is_packed and archive.unpacked_bytes > unpacked_limit_bytes(len(body)):
         raise ArchiveError(f"its records unpack to {archive.unpacked_bytes} bytes")
     return not is_packed

@@ -9,14 +9,12 @@ import datetime
 import decimal
 import errno
 import functools
-import gc
 import http
 import io
 import pathlib
 import pickle
 import re
 import warnings
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,6 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 import dcp_objstore as dos
 from dcp_objstore.compat import values
 from dcp_objstore.compat.values import check_safe, warn_unsafe_value
-from dcp_objstore.compat.vet import vet
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     RankFailedError,
@@ -177,6 +174,7 @@ def test_values_pass_in_the_form_in_which_dcp_writes_them(how):
         assert equal(loaded[key], value), value
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # by torch itself
 @pytest.mark.parametrize("name", hostile_cases.USES)
 def test_what_is_abused_below_passes_as_it_should_be(name):
     check_safe(hostile_cases.USES[name](), "key", trust_pickle=False)
@@ -191,11 +189,6 @@ def test_what_abuses_a_value_that_runs_nothing_is_refused_and_changes_nothing(na
     assert np.dtype("f4").byteorder == "="
 
 
-def test_an_array_of_a_size_that_is_a_bool_is_not_known_to_be_harmless():
-    assert vet(hostile_cases.USES["array"]())
-    assert not vet(hostile_cases.ABUSES["an array whose size is a bool"]())
-
-
 def test_where_torch_may_load_nothing_else_it_decides_alone(monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
     with pytest.raises(UntrustedPickleError, match=r"datetime\.time"):
@@ -207,24 +200,6 @@ def test_an_error_names_only_what_keeps_a_value_from_being_loaded():
         check_safe(saved([datetime.date(2026, 1, 1), slice(3)]), "key", trust_pickle=False)
     assert "slice" in str(caught.value)
     assert "datetime" not in str(caught.value)
-
-
-def test_a_value_that_names_very_many_classes_is_refused():
-    body = hostile.v2(b"(" + b"".join(b"cm\nn%d\n" % n for n in range(2_000)) + b"t")
-    with pytest.raises(UntrustedPickleError, match="classes"):
-        check_safe(body, "key", trust_pickle=False)
-
-
-def test_no_part_of_a_value_is_kept_until_the_collector_runs():
-    view = memoryview(saved([torch.ones(3), datetime.date(2026, 1, 1)]))
-    kept = weakref.ref(view)
-    gc.disable()
-    try:
-        vet(view)
-        del view
-        assert kept() is None
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("name", UNSAFE)
@@ -390,7 +365,7 @@ def test_a_program_that_maps_files_loads_values_as_any_other():
     url = memory_url()
     state = {"step": 5, "path": Path("x"), "t": (torch.ones(2),), "sparse": torch.ones(2)}
     dos.save(state, url, progress=False)
-    values._remembered.cache_clear()
+    values._cached_refusal.cache_clear()
     loaded: dict[str, Any] = {"step": 0, "path": None, "t": None, "sparse": torch.zeros(2)}
     # Not monkeypatch: when it undoes this, it deletes the setting, for all tests that follow.
     with torch.utils.serialization.config.patch("load.mmap", True):
@@ -433,8 +408,8 @@ def test_equal_small_values_are_test_loaded_once(monkeypatch):
     loads: list[int] = []
     load = torch.load
     monkeypatch.setattr(torch, "load", lambda *args, **more: loads.append(1) or load(*args, **more))
-    values._remembered.cache_clear()
+    values._cached_refusal.cache_clear()
     for number in range(1000):
         warn_unsafe_value(saved({"lr": 1e-3}), f"optimizer.{number}.lr", set())
     assert len(loads) == 1
-    assert len(saved({"lr": 1e-3})) <= values._REMEMBERED_SIZE_BYTES
+    assert len(saved({"lr": 1e-3})) <= values._CACHED_SIZE_BYTES

@@ -293,6 +293,13 @@ def v2(value: bytes) -> bytes:
     return archive(b"\x80\x02" + value + b".")
 
 
+def storage(name: str, count: int, cls: str = "FloatStorage") -> bytes:
+    """What protocol 2 writes for the storage of a tensor."""
+    return p.tupled(
+        p.text("storage"), f"ctorch\n{cls}\n".encode(), p.text(name), p.text("cpu"), p.number(count)
+    ) + b"Q"  # fmt: skip
+
+
 def called(name: str, *args: bytes) -> bytes:
     """A call as protocol 2 writes it."""
     module, _, attribute = name.rpartition(".")
