@@ -20,7 +20,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores.azure.client import azure_factory
-from dcp_objstore.stores.credentials import note_of_stripped
+from dcp_objstore.stores.credentials import stripped_note
 from dcp_objstore.stores.endpoint import tls_context
 from dcp_objstore.stores.errors import is_of
 from dcp_objstore.stores.fsspec.filesystems import Filesystems, judge_fsspec
@@ -95,10 +95,10 @@ def make_filesystems(
     """
     if stripped:
         raise CredentialsError(
-            f"a filesystem cannot be made of what is left{note_of_stripped(stripped)}"
+            f"a filesystem cannot be made of what is left{stripped_note(stripped)}"
         )
     try:
-        return _new_filesystems(url, options, config)
+        return _fsspec_for(url, options, config)
     except DcpObjstoreError:
         raise
     except Exception as error:  # noqa: BLE001  each filesystem has its own
@@ -116,9 +116,7 @@ def make_filesystems(
         ) from None
 
 
-def _new_filesystems(
-    url: StoreUrl, options: Mapping[str, Any], config: TransferConfig
-) -> Filesystems:
+def _fsspec_for(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> Filesystems:
     """Make the filesystems of fsspec for a URL."""
     if FILESYSTEM in options:
         fs = options[FILESYSTEM]
@@ -138,11 +136,9 @@ def _new_filesystems(
     if url.scheme == "gs":
         return make_gcsfs(url, parse(GcsOptions, options), config)
     options = {**cls._get_kwargs_from_urls(str(url)), **options, "skip_instance_cache": True}
-    fs = cls(**options)
     endpoint = options.get("endpoint_url")
-    return Filesystems(
-        url, config, fs, endpoint_url=endpoint if isinstance(endpoint, str) else None
-    )
+    endpoint_url = endpoint if isinstance(endpoint, str) else None
+    return Filesystems(url, config, cls(**options), endpoint_url=endpoint_url)
 
 
 def _without_secrets(text: str, options: Mapping[str, Any], *, foreign: bool) -> str:

@@ -158,12 +158,11 @@ class Renewing:
             # Not its text, which may quote what a credential process printed.
             failure = class_and_line(error)
         else:
-            ask_again_at = credentials["expires_at"]
-            if ask_again_at is not None:
-                margin = min(_MARGIN, (ask_again_at - now) / 3)
+            self._ask_again_at = ends_at = credentials["expires_at"]
+            if ends_at is not None:
+                margin = min(_MARGIN, (ends_at - now) / 3)
                 # obstore takes no other time zone, not even an equal one.
-                ask_again_at = (ask_again_at - margin).astimezone(UTC)
-            self._ask_again_at = ask_again_at
+                self._ask_again_at = (ends_at - margin).astimezone(UTC)
             return credentials
         last = self._credentials
         ends_at = None if last is None else last["expires_at"]
@@ -181,7 +180,7 @@ def asked_by_clients() -> None:
     """Do nothing: the `renew` of a source that each new client of obstore asks by itself."""
 
 
-def note_of_stripped(stripped: tuple[str, ...]) -> str:
+def stripped_note(stripped: tuple[str, ...]) -> str:
     """Return what an error adds about the options that pickling left out."""
     if not stripped:
         return ""

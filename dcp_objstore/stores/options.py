@@ -341,9 +341,9 @@ def _hint(schema: type[Schema], name: str, known: Collection[str]) -> str | None
         leaves = [spelling.rpartition(".")[2] for spelling in option.spellings]
         if name in leaves or name in option.native or name in option.called:
             name_here = next((leaf for leaf in leaves if leaf in known), None)
-            is_outside = name_here is None and "." not in option.name
-            where = ", outside of this mapping" if is_outside else ""
-            return f"did you mean {_as_in_options(name_here or option.name)}{where}?"
+            if name_here is not None or "." in option.name:
+                return f"did you mean {_as_in_options(name_here or option.name)}?"
+            return f"did you mean {_as_in_options(option.name)}, outside of this mapping?"
     return None
 
 

@@ -122,11 +122,9 @@ def parse_url(url: object, also: Collection[str] = ()) -> StoreUrl:
         return _bucket_url(url, scheme, rest)
     if name in also or (name not in _OTHER_NAMES and is_known_to_fsspec(name)):
         return _fsspec_url(url, name, rest)
-    store_url = _from_web_address(url)
-    if store_url is not None:
-        raise InvalidUrlError(
-            f"{_masked(url)} is an address on the web: write {_masked(store_url)}"
-        )
+    our_url = _from_web_address(url)
+    if our_url is not None:
+        raise InvalidUrlError(f"{_masked(url)} is an address on the web: write {_masked(our_url)}")
     raise InvalidUrlError(_unknown_scheme_text(head))
 
 
@@ -277,10 +275,10 @@ def _not_a_string_text(url: object) -> str:
 
 def _no_scheme_text(url: str) -> str:
     """Say what is wrong with a URL without `://`; pathlib makes `s3:/b/k` of `s3://b/k`."""
-    scheme, separator, rest = url.partition(":/")
+    scheme, _, rest = url.partition(":/")
     name = scheme.lower()
     is_scheme = name in _ALIASES or is_known_to_fsspec(name)
-    if separator and is_scheme and not rest.startswith("/"):
+    if is_scheme and rest and not rest.startswith("/"):
         whole = f"{scheme}://{'/' if name == 'file' else ''}{rest}"
         return f"{_masked(url)} has lost a slash (pathlib does that): write {_masked(whole)}"
     return f"{_masked(url)} has no scheme; use one of {_SCHEMES_TEXT} (for a local folder: file:///path)"

@@ -26,7 +26,7 @@ from dcp_objstore.stores.credentials import (
     fixed_credentials,
     is_installed,
     metadata_answers,
-    note_of_stripped,
+    stripped_note,
 )
 
 _INSTALL = "pip install 'dcp-objstore[azure]'"
@@ -95,14 +95,14 @@ def find_azure_credentials(options: AzureOptions, stripped: tuple[str, ...] = ()
         raise ConfigError(
             "which storage account? Pass storage_options={'account_name': …}, or set"
             " AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING"
-            f"{note_of_stripped(stripped)}"
+            f"{stripped_note(stripped)}"
         )
     credentials = from_options or _from_connection(parts) or _from_environment(endpoint)
     if credentials is None:
         raise CredentialsError(
             f"no credentials for Azure: run `az login` with azure-identity installed ({_INSTALL}),"
             " set AZURE_STORAGE_CONNECTION_STRING or AZURE_STORAGE_ACCOUNT_KEY, or pass"
-            f" storage_options{note_of_stripped(stripped)}"
+            f" storage_options{stripped_note(stripped)}"
         )
     return replace(credentials, advice=_ADVICE, endpoint_url=endpoint, account_name=account)
 

@@ -24,7 +24,7 @@ from dcp_objstore.stores.credentials import (
     class_and_line,
     fixed_credentials,
     is_installed,
-    note_of_stripped,
+    stripped_note,
 )
 from dcp_objstore.stores.gcs.options import GcsOptions
 
@@ -94,7 +94,7 @@ def _from_defaults(endpoint_url: str | None, stripped: tuple[str, ...]) -> Crede
     advice = (
         "run `gcloud auth application-default login`, set GOOGLE_APPLICATION_CREDENTIALS, or pass"
         " storage_options={'token': …} ({'anon': True} for a public bucket)"
-        + note_of_stripped(stripped)
+        + stripped_note(stripped)
     )
 
     def load(scopes: list[str]) -> Any:

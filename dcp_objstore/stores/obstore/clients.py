@@ -147,9 +147,8 @@ class Clients(Requests):
         if credentials is None or credentials.anonymous:
             return False
         why = refusal_of(error)
-        if why == "unknown key":  # of credentials that were given it is wrong, not too old
-            return credentials.renew is not None
-        return why is not None
+        is_given_once = credentials.renew is None  # then an unknown key is wrong, not too old
+        return why is not None and not (why == "unknown key" and is_given_once)
 
     def renew(self, error: Exception, renewals_before: int | None = None) -> None:
         """Forget the credentials that were refused, so that the next request asks for others.
@@ -167,7 +166,7 @@ class Clients(Requests):
             raise self._refused_error(error, "they cannot be refreshed from here") from error
         with self._lock:
             if renewals_before not in (None, self._renewal_count):
-                return  # another thread has renewed them
+                return
             credentials.renew()
             self._renewal_count += 1
             self._clients_by_use.clear()  # obstore keeps credentials per client
@@ -176,11 +175,8 @@ class Clients(Requests):
     def _refused_error(self, error: Exception, why: str) -> CredentialsError:
         """Return the error that the store refused the credentials and there are no others."""
         credentials = self._credentials or Credentials("unknown")
-        accepts = (
-            "no longer accepts"
-            if refusal_of(error) == "expired"
-            else "does not, or no longer, accept"
-        )
+        have_expired = refusal_of(error) == "expired"
+        accepts = "no longer accepts" if have_expired else "does not, or no longer, accept"
         return CredentialsError(
             f"the store {accepts} the credentials (source: {credentials.source}), and {why}:"
             f" {judge_obstore(error).details.text}",
@@ -199,21 +195,19 @@ class Clients(Requests):
                 self.proven = True
             raise
 
-    def ask(
-        self, key: str, purpose: str, make_request: Callable[[], Request]
-    ) -> tuple[Message, bytes]:
+    def ask(self, key: str, purpose: str, make: Callable[[], Request]) -> tuple[Message, bytes]:
         """Send a request that obstore has no call for; return the answer's headers and body.
 
         Args:
             key: the key in the bucket.
             purpose: the purpose of the request, in words.
-            make_request: a function that makes the request, each time that it is sent.
+            make: a function that makes the request, each time that it is sent.
         """
 
         def send() -> tuple[Message, bytes]:
             seconds = self._config.request_timeout_seconds
             try:
-                request = make_request()
+                request = make()
             except Exception as error:
                 # The libraries that ask for tokens raise errors of any kind.
                 raise CredentialsError(f"{type(error).__name__}: {error}") from error

@@ -112,9 +112,8 @@ class ObstoreStore(BaseStore[str]):
 
     def _range_source(self, place: str) -> ObstoreSource:
         in_memory = self._url.scheme == "memory"
-        return ObstoreSource(
-            self._clients, place, in_memory=in_memory, other_source=self._boto3_source_for
-        )
+        other = self._boto3_source_for
+        return ObstoreSource(self._clients, place, in_memory=in_memory, other_source=other)
 
     def _boto3_store_for(self, error: Exception) -> BaseStore[Any]:
         """Return the store over boto3 if it reads an answer that obstore cannot; raise if not."""
@@ -275,8 +274,8 @@ class ObstoreStore(BaseStore[str]):
 
     def _list_pages(self, folder: str) -> Iterator[ObjectMeta]:
         """List over obstore, page by page."""
-        prefix = (self._root + folder).rstrip("/") or None
-        pages = _Pages(self._clients, prefix)
+        prefix = (self._root + folder).rstrip("/")
+        pages = _Pages(self._clients, prefix or None)
         while page := self._next_page(pages):
             for meta in page:
                 if self._url.scheme == "az":

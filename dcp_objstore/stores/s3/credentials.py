@@ -26,7 +26,7 @@ from dcp_objstore.stores.credentials import (
     class_and_line,
     fixed_credentials,
     metadata_answers,
-    note_of_stripped,
+    stripped_note,
 )
 from dcp_objstore.stores.errors import NO_S3_CREDENTIALS, SET_S3_CREDENTIALS
 from dcp_objstore.stores.s3.options import S3Options
@@ -77,9 +77,7 @@ def find_s3_credentials(settings: S3Options, stripped: tuple[str, ...] = ()) -> 
 
 def no_s3_credentials(stripped: tuple[str, ...]) -> CredentialsError:
     """Return the error to raise where no credentials are found."""
-    return CredentialsError(
-        NO_S3_CREDENTIALS + note_of_stripped(stripped), advice=SET_S3_CREDENTIALS
-    )
+    return CredentialsError(NO_S3_CREDENTIALS + stripped_note(stripped), advice=SET_S3_CREDENTIALS)
 
 
 def _from_options(settings: S3Options) -> Credentials | None:
