@@ -257,7 +257,7 @@ class _Copy:
             Planned,
             channel.began_at,
             operation="save",
-            items=len(self._stored.items),
+            items=len(self._index.columns.offset),
             size_bytes=self.sent_bytes,
             objects=len(unsent),
             requests=sum(

@@ -151,7 +151,7 @@ def load(
         return _run_load(reader, converted, group, strict=strict, on_dtype=on_dtype)
 
 
-def _advice(left_out: Iterable[str], parts: Iterable[Place], state_keys: Iterable[str]) -> str:
+def _part_advice(left_out: Iterable[str], parts: Iterable[Place], state_keys: Iterable[str]) -> str:
     """Return the advice for a mismatch with a checkpoint that has only a part of some modules.
 
     It is empty if the state asks for none of these modules.
@@ -205,7 +205,7 @@ def _run_load(
         if isinstance(error, StateMismatchError):
             # The planner has no `state_dict` if it failed before DCP set it up.
             state_keys = getattr(planner, "state_dict", {})
-            advice = _advice(reader._left_out(), converted.left_out, state_keys) or advice
+            advice = _part_advice(reader._left_out(), converted.left_out, state_keys) or advice
         if planner.reading:
             advice = f"{advice}; {_PARTLY}" if advice else _PARTLY
         # A copy of the error, whose traceback and cause a user sees as if it were the original.

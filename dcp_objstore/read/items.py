@@ -99,9 +99,6 @@ class IndexItems:
         self.paths: Paths = index.flatten_mapping
         self.literal_keys = index.literal_keys
 
-    def __len__(self) -> int:
-        return len(self._index.columns.offset)
-
     @property
     def keys(self) -> KeysView[str]:
         """The keys of all tensors and values."""
@@ -179,9 +176,6 @@ class StockItems:
         self.literal_keys: dict[str, tuple[int, ...]] = {}
         self._locations = locations
 
-    def __len__(self) -> int:
-        return len(self._locations)
-
     @property
     def keys(self) -> KeysView[str]:
         """The keys of all tensors and values."""
@@ -243,9 +237,6 @@ class RenamedItems:
             for name, key in self._own_keys.items()
             if name == key and name in items.literal_keys
         }
-
-    def __len__(self) -> int:
-        return len(self._items)
 
     @property
     def keys(self) -> KeysView[str]:

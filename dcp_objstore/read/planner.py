@@ -33,21 +33,21 @@ from dcp_objstore.state.tensor_frame import check_kind
 # The keys of `optimizer.state_dict()`: torch numbers parameters there, and has no names.
 _NUMBERED_STATE = re.compile(r"(?:^|\.)state\.\d+\.")
 _EXTRA_STATE = "_extra_state"  # of torch.nn.Module
-_OF_TORCH = "optimizer.state_dict() numbers the parameters: pass the optimizer itself, as saved"
+_NUMBER_HINT = "optimizer.state_dict() numbers the parameters: pass the optimizer itself, as saved"
 
 
 class _LocalItems(NamedTuple):
     """The coordinator's view of a rank's items.
 
     Attributes:
-        missing: number of keys that the rank asks for in vain.
-        items: number of its items.
+        missing_count: number of keys that the rank asks for in vain.
+        item_count: number of its items.
         unasked: a bit for each saved key, set if the rank does not ask for it.
     """
 
     url: str
-    missing: int
-    items: int
+    missing_count: int
+    item_count: int
     unasked: bytes = b""
 
 
@@ -137,6 +137,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         return self.metadata
 
     def _unasked(self) -> bytes:
+        """Return a bit for each saved key, set if this rank does not ask for it."""
         unexpected = set(self.unexpected)
         bits = [key in unexpected for key in self._saved.state_dict_metadata]
         return np.packbits(np.array(bits, bool)).tobytes()
@@ -160,14 +161,13 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         `model.ema.w` may be `state["model"]["ema.w"]` or `state["model.ema"]["w"]`.
         """
         path = tuple(map(str, (self._saved.planner_data or {}).get(key, ())))
-        return any(
-            key.startswith(".".join((*place, ""))) if len(path) < 2 else path[: len(place)] == place
-            for place in places
-        )
+        if len(path) < 2:  # it was not saved how the key was nested
+            return key.startswith(tuple(".".join((*place, "")) for place in places))
+        return any(path[: len(place)] == place for place in places)
 
     def _fitting_plan(self) -> LoadPlan:
         """Return DCP's plan; note which keys are missing, and which the state does not ask for."""
-        of_other_ranks = self._choose_per_rank(self._saved)
+        keys_of_other_ranks = self._choose_per_rank(self._saved)
         # Settings of an optimizer that this rank does not ask for belong to another rank.
         settings_prefixes = tuple(
             ".".join((*place, kind, ""))
@@ -181,9 +181,9 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         if self._on_dtype == "error":
             refuse_other_dtypes(_dtypes(self.state_dict, self._saved))
         saved = self._saved.state_dict_metadata
-        for key in _tied(self.state_dict, saved):
+        for key in _tied_keys(self.state_dict, saved):
             del self.state_dict[key]
-        original, original_keys = self.state_dict, dict(self.state_dict)
+        state_before, keys_before = self.state_dict, dict(self.state_dict)
         try:
             # DCP also knows the key format of torch before 2.4, in which keys that look missing may
             # exist. It then replaces `state_dict` by a new dict. It also does so, by mistake, if
@@ -193,22 +193,23 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
             else:
                 plan = super().create_local_plan()
         except Exception:
-            missing = _missing(self.state_dict, self._saved)
+            missing = _missing_lines(self.state_dict, self._saved)
             if missing:
                 by_number = self._asks_by_number(missing)
-                advice = _OF_TORCH if by_number else _renaming(original_keys, saved)
+                advice = _NUMBER_HINT if by_number else _rename_advice(keys_before, saved)
                 text = "the checkpoint does not have what the state asks for"
                 error = mismatch(text, missing, len(self.state_dict.keys() - saved.keys()))
                 error.advice = advice or "strict=False leaves such values as they are"
                 raise error from None
             raise
-        keys = original_keys if self.state_dict is original else self.state_dict
+        # If DCP has replaced the state, the keys of the new one are those that it asks for.
+        keys = keys_before if self.state_dict is state_before else self.state_dict
         self.missing = tuple(key for key in keys if key not in saved)
         self.unexpected = tuple(
             key
             for key in saved
             if key not in keys
-            and key not in of_other_ranks
+            and key not in keys_of_other_ranks
             and not key.startswith(settings_prefixes)
         )
         return plan
@@ -219,19 +220,17 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
             saved = metadata.state_dict_metadata.get(key)
             if saved is None or key.rpartition(".")[2] != _EXTRA_STATE:
                 continue
-            fresh: Any = ()
+            is_tensor = isinstance(value, torch.Tensor)
+            placeholder: Any = ()  # for a value
             if isinstance(saved, TensorStorageMetadata):
-                dtype = saved.properties.dtype
-                if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (
-                    saved.size,
-                    dtype,
-                ):
+                size, dtype = saved.size, saved.properties.dtype
+                if is_tensor and (value.shape, value.dtype) == (size, dtype):
                     continue
-                fresh = torch.empty(saved.size, dtype=dtype, device="cpu")
-            elif not isinstance(value, torch.Tensor):
+                placeholder = torch.empty(size, dtype=dtype, device="cpu")
+            elif not is_tensor:
                 continue
-            self.state_dict[key] = fresh
-            torch_private.set_element(self.original_state_dict, self.mappings[key], fresh)
+            self.state_dict[key] = placeholder
+            torch_private.set_element(self.original_state_dict, self.mappings[key], placeholder)
 
     def _asks_by_number(self, keys: Iterable[str]) -> bool:
         """Return whether some keys are of torch's own state dict of an optimizer."""
@@ -251,15 +250,15 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         with self._typed_errors():
             of_ranks: list[_LocalItems] = [plan.planner_data for plan in global_plan]
             same_url([local.url for local in of_ranks])
-            missing = sum(local.missing for local in of_ranks)
-            count = sum(local.items for local in of_ranks)
-            if missing and not count:
+            missing = sum(local.missing_count for local in of_ranks)
+            items = sum(local.item_count for local in of_ranks)
+            if missing and not items:
                 raise StateMismatchError(
                     f"the checkpoint has none of the {missing} keys that the state asks for",
                     advice="check the URL, and that the state is nested as it was saved",
                 )
-            parts = self._converted.left_out if self._strict else ()
-            unasked = self._unasked_by_all(of_ranks, parts)
+            trainables = self._converted.left_out if self._strict else ()
+            unasked = self._unasked_by_all(of_ranks, trainables)
             if unasked:
                 raise mismatch(
                     "a dos.trainable(...) of the state does not ask for all that was saved there:"
@@ -275,7 +274,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
                 counted(len(unasked), "key"),
                 first_few(unasked, 5),
             )
-        if not count:
+        if not items:
             logger.warning(
                 "%s: nothing is loaded, because the state is empty on every rank; pass the modules,"
                 " tensors and values to fill",
@@ -301,26 +300,24 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         A rank that did not exist when the checkpoint was saved requests nothing, unless no rank
         saved a value.
         """
-        others: set[str] = set()
+        keys_of_others: set[str] = set()
         for place, wants_all in self._converted.per_rank.items():
             prefix = ".".join(place) + "."
-            saved = {
-                key: name
-                for key in metadata.state_dict_metadata
-                if (name := key.removeprefix(prefix)) != key and name.isdecimal()
-            }
-            own = f"{prefix}{own_name()}"
+            # The saved values, which lie below the place under the names of their ranks.
+            names = ((key, key.removeprefix(prefix)) for key in metadata.state_dict_metadata)
+            saved = {key: name for key, name in names if name != key and name.isdecimal()}
+            own_key = f"{prefix}{own_name()}"
             if not saved:
                 continue  # the missing key is treated like any other
-            path = self.mappings[own][:-1]
-            del self.state_dict[own]
+            path = self.mappings[own_key][:-1]
+            del self.state_dict[own_key]
             for key, name in saved.items():
-                if wants_all or key == own:
+                if wants_all or key == own_key:
                     self.state_dict[key] = ()
                     self.mappings[key] = (*path, name)
                 else:
-                    others.add(key)
-        return others
+                    keys_of_others.add(key)
+        return keys_of_others
 
 
 def _mismatches(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
@@ -332,15 +329,16 @@ def _mismatches(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
             continue
         is_tensor = isinstance(value, torch.Tensor)
         check_kind(value, key)
-        if isinstance(saved, TensorStorageMetadata):
-            if is_tensor and (size := torch_private.size_in_checkpoint(value)) != saved.size:
+        if is_tensor and isinstance(saved, TensorStorageMetadata):
+            size = torch_private.size_in_checkpoint(value)
+            if size != saved.size:
                 problems.append(
                     f"{key}: saved with shape {tuple(saved.size)}, the state has {tuple(size)}"
                 )
-            elif not is_tensor:
-                kind = type(value).__name__
-                article = "an" if kind[0] in "aeiouAEIOU" else "a"
-                problems.append(f"{key}: saved as a tensor, the state has {article} {kind}")
+        elif isinstance(saved, TensorStorageMetadata):
+            kind = type(value).__name__
+            article = "an" if kind[0] in "aeiouAEIOU" else "a"
+            problems.append(f"{key}: saved as a tensor, the state has {article} {kind}")
         elif is_tensor:
             problems.append(f"{key}: saved as a plain value, the state has a tensor")
     return problems
@@ -358,7 +356,7 @@ def _dtypes(
             yield key, constant_name(saved.properties.dtype), value.dtype
 
 
-def _tied(state_dict: dict[str, Any], saved: Collection[str]) -> list[str]:
+def _tied_keys(state_dict: dict[str, Any], saved: Collection[str]) -> list[str]:
     """Return the keys that are filled by others: their tensor is one that was saved, too.
 
     Files of Hugging Face hold one of several tied weights.
@@ -370,38 +368,42 @@ def _tied(state_dict: dict[str, Any], saved: Collection[str]) -> list[str]:
     return [key for key in missing if same_memory(state_dict[key]) in filled - {None}]
 
 
-def _renaming(asked: Iterable[str], saved: Collection[str]) -> str | None:
+def _rename_advice(asked: Iterable[str], saved: Collection[str]) -> str | None:
     """Return which `rename=` makes the checkpoint fit, if it has the keys with another first part.
 
     Or without one, as weights that were saved without a name in a state.
     """
-    first_missing = {_head(key): key for key in asked if key not in saved}
-    unasked = dict.fromkeys(map(_head, saved)).keys() - set(map(_head, asked))
-    for head, key in first_missing.items():
-        rest = key.removeprefix(f"{head}.")
+    # A missing key for each name at the top, and the names at the top that are not asked for.
+    missing = {_top_name(key): key for key in asked if key not in saved}
+    unasked = dict.fromkeys(map(_top_name, saved)).keys() - set(map(_top_name, asked))
+    for top, key in missing.items():
+        rest = key.removeprefix(f"{top}.")
         if rest != key and rest in saved:
-            return f'the checkpoint has such keys without {head!r}: pass rename=[("^", "{head}.")]'
+            return f'the checkpoint has such keys without {top!r}: pass rename=[("^", "{top}.")]'
         for name in sorted(unasked):
             if f"{name}.{rest}" in saved:
-                rule = f'("^{name}[.]", "{head}.")'
+                rule = f'("^{name}[.]", "{top}.")'
                 return f"the checkpoint has such keys below {name!r}: pass rename=[{rule}]"
     return None
 
 
-def _head(key: str) -> str:
+def _top_name(key: str) -> str:
+    """Return the name at the top of the state: `model` for `model.layers.0.weight`."""
     return key.partition(".")[0]
 
 
-def _missing(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
+def _missing_lines(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
     """List the keys that were not saved, each with the nearest saved names."""
     saved = metadata.state_dict_metadata
-    missing = Counter(map(_head, state_dict))
-    for head in map(_head, saved):
-        missing.pop(head, None)
-    whole = {head: count for head, count in missing.items() if count > 1}
-    lines = [f"{head}: none of its {count} keys is there" for head, count in whole.items()]
+    # The number of keys below each name at the top of which nothing was saved; such a name with
+    # several keys takes one line.
+    counts = Counter(map(_top_name, state_dict))
+    for top in map(_top_name, saved):
+        counts.pop(top, None)
+    grouped = {top: count for top, count in counts.items() if count > 1}
+    lines = [f"{top}: none of its {count} keys is there" for top, count in grouped.items()]
     for key in state_dict:
-        if key not in saved and _head(key) not in whole:
+        if key not in saved and _top_name(key) not in grouped:
             near = nearest(key, list(saved)) if len(lines) < SHOWN_KEYS else []
             hint = f" (nearest: {', '.join(near)})" if near else ""
             lines.append(f"{key}: not in the checkpoint{hint}")

@@ -61,14 +61,18 @@ class _Load:
     """The state of one load on one rank, from reading the metadata to the end.
 
     Attributes:
-        together: whether other ranks take part, as far as this rank knows.
+        is_together: whether other ranks take part, as far as this rank knows.
+        planned: the reads that `prepare_local_plan` has planned, until `read_data` takes them.
+        copies: the copies on this node; None if there are none to read.
+        error: the error of `read_metadata`, which the next call raises.
+        rank: this rank, for errors; None until DCP has told it.
         has_met: whether the ranks have already met to read.
     """
 
     spec: StoreSpec
     channel: Channel
     checkpoint: StoredCheckpoint | None = None
-    together: bool = False
+    is_together: bool = False
     planned: PlannedLoad | None = None
     copies: LoadCopies | None = None
     error: DcpObjstoreError | None = None
@@ -214,8 +218,8 @@ class ObjectStoreReader(StorageReader):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings, without secrets, process group or opened checkpoint."""
-        none = dict.fromkeys(("_process_group", "_of_thread", "last_load", "load_id"))
-        return vars(self) | none
+        unset = dict.fromkeys(("_process_group", "_of_thread", "last_load", "load_id"))
+        return vars(self) | unset
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Restore a reader with these settings that has not loaded yet."""
@@ -290,14 +294,14 @@ class ObjectStoreReader(StorageReader):
         def open_here() -> StoredCheckpoint:
             return open_stored_checkpoint(load.spec, str(uuid.uuid4()), verify=self._verify)
 
-        load.together = self._read_once and current_rank() is not None
-        if not load.together or self._process_group is None:
+        load.is_together = self._read_once and current_rank() is not None
+        if not load.is_together or self._process_group is None:
             return open_here()
         try:
             group = self._group()
         except UnsupportedError as error:  # raised on all ranks of the group
             logger.info("%s: every rank loads by itself: %s", load.spec.url, error.message)
-            load.together = False
+            load.is_together = False
             return open_here()
         return open_once(open_here, group, load.spec.url)
 
@@ -308,6 +312,7 @@ class ObjectStoreReader(StorageReader):
         return group
 
     def _group_ranks(self) -> tuple[int, ...]:
+        """Return the ranks of the group that loads together, in its order."""
         return tuple(dist.get_process_group_ranks(self._process_group or dist.group.WORLD))
 
     # The parameter must be called `kwargs`: DCP looks for that name before it passes them.
@@ -316,7 +321,7 @@ class ObjectStoreReader(StorageReader):
     ) -> None:
         """Raise the error that `read_metadata` kept."""
         del metadata
-        load = self._opened()
+        load = self._current_load()
         load.rank = kwargs.get("rank")
         with load.channel.watching():
             load.channel.show(bar=self._progress and is_coordinator, summary=is_coordinator)
@@ -332,7 +337,7 @@ class ObjectStoreReader(StorageReader):
         channel.fail(error)
         channel.flush()
 
-    def _opened(self) -> _Load:
+    def _current_load(self) -> _Load:
         """Return this thread's current load; begin one if there is none."""
         if self._load is None:
             self.read_metadata()
@@ -341,19 +346,22 @@ class ObjectStoreReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Plan what to read, and send the coordinator the commit and the bytes that it needs."""
-        load = self._opened()
+        load = self._current_load()
         with plugin_errors(load.rank, load.spec.url):
             if load.checkpoint is not None:
                 load.checkpoint.check_whole(item.dest_index.fqn for item in plan.items)
                 load.copies = self._open_copies(load, load.checkpoint)
                 load.planned = plan_load(
-                    load.checkpoint, plan.items, verify=self._verify, whole_blocks=load.together
+                    load.checkpoint,
+                    plan.items,
+                    verify=self._verify,
+                    whole_blocks=load.is_together,
                 )
             offer = make_offer(
                 self.checkpoint_id,
                 load.checkpoint,
                 load.planned,
-                group_ranks=self._group_ranks() if load.together else None,
+                group_ranks=self._group_ranks() if load.is_together else None,
                 config=self._target.config,
                 verify=self._verify,
                 copies=load.copies,
@@ -385,7 +393,7 @@ class ObjectStoreReader(StorageReader):
             )
         if len(offers) < len(plans):  # a planner has replaced the plans by its own
             return plans
-        load = self._opened()
+        load = self._current_load()
         with plugin_errors(load.rank, load.spec.url):
             shares = share_out(offers)
         return [
@@ -399,7 +407,7 @@ class ObjectStoreReader(StorageReader):
         It also returns if another rank has failed: the next call of DCP then raises that rank's
         error on all ranks.
         """
-        load = self._opened()
+        load = self._current_load()
         with load.channel.watching(), plugin_errors(load.rank, load.spec.url):
             load.raise_error()
             try:
@@ -420,6 +428,7 @@ class ObjectStoreReader(StorageReader):
         if isinstance(share, Share) and self._all_arrived(load, share):
             exchanging = Exchange(share, self._group(share.meeting), load.spec.url)
         with exchanging as exchange:
+            # A planner may change the items after they were planned.
             if planned is None or [read.item for read in planned.reads] != list(plan.items):
                 if exchange is not None:
                     raise UnsupportedError(
@@ -428,7 +437,7 @@ class ObjectStoreReader(StorageReader):
                     )
                 planned = plan_load(load.checkpoint, plan.items, verify=self._verify)
             if exchange is not None:
-                exchange.prepare(planned, config.memory_budget_bytes // 8)
+                exchange.prepare(planned, ahead_bytes=config.memory_budget_bytes // 8)
             destinations: list[Destination] = [
                 partial(planner.load_bytes, item) if is_value(item) else _destination(planner, item)
                 for item in plan.items
@@ -474,8 +483,8 @@ def _destination(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
     Raises:
         StateMismatchError: part of a wrapper is asked for, and its class gives no view of it.
     """
-    own = getattr(planner, "state_dict", {}).get(item.dest_index.fqn)
-    whole = torch_private.local_tensor(own)
+    in_state = getattr(planner, "state_dict", {}).get(item.dest_index.fqn)
+    whole = torch_private.local_tensor(in_state)
     if not is_wrapper(whole):
         return planner.resolve_tensor(item).detach()
     try:
@@ -483,6 +492,7 @@ def _destination(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
             tensor = torch_private.waited(planner.resolve_tensor(item))
         storages = {*map(torch_private.storage_number, parts(tensor))}
         if storages.isdisjoint(map(torch_private.storage_number, parts(whole))):
+            # What is loaded into a copy would be lost.
             raise NotImplementedError("its class gives a copy")
     except Exception as error:
         raise StateMismatchError(

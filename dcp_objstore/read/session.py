@@ -309,7 +309,7 @@ def _open_inbound(
 def _goes_to_device(request: RangeRequest[Block]) -> bool:
     """Whether part of a request goes to a device."""
     return any(
-        isinstance(read, TensorRead) and read.is_sent
+        isinstance(read, TensorRead) and read.inbound is not None
         for span in request.spans
         for read in span.tag.reads
     )

@@ -189,10 +189,10 @@ class StoredCheckpoint:
             if saved is None:
                 continue
             shape, _, offsets, sizes = saved
-            cut = shape, offsets.tobytes(), sizes.tobytes()
-            if cut not in checked:
+            division = shape, offsets.tobytes(), sizes.tobytes()
+            if division not in checked:
                 check_filled(key, shape, offsets, sizes)
-            checked.add(cut)
+            checked.add(division)
 
     def explain(self, store: ObjectStore, error: ObjectNotFoundError) -> DcpObjstoreError:
         """Return why a data object is missing: checkpoint deleted or replaced since, or corrupt."""
@@ -227,7 +227,7 @@ def open_stored_checkpoint(
         name_next(error, spec)
         raise
     except CheckpointNotFoundError as error:
-        reason = explain_object(spec)
+        reason = explain_object(spec)  # the URL may be that of an object
         if reason is None:
             name_next(error, spec)
             raise
@@ -239,7 +239,7 @@ def _open_at(spec: StoreSpec, load_id: str | None, *, verify: bool) -> StoredChe
     folder, name = spec.parent()
     if name.endswith(safetensors.SUFFIX):
         assert folder is not None  # since the URL has a last segment, its name
-        with suppress(ObjectNotFoundError):
+        with suppress(ObjectNotFoundError):  # a checkpoint may have such a name, too
             return retry_damaged(partial(_open_file, folder.open(), name, load_id))
     return open_rooted(spec.open(), load_id, verify=verify)
 
@@ -293,14 +293,15 @@ def _open_foreign(store: ObjectStore, load_id: str | None, *, verify: bool) -> S
     if dot_metadata is None:
         return _open_folder(store, listed, load_id)
     body, meta = dot_metadata
-    stored = _stock(body, load_id)
+    stored = _stock_checkpoint(body, load_id)
     if verify and stored.object_keys and all(map(parse_data_key, stored.object_keys)):
         raise CheckpointNotFoundError(_LOST_MARKER, url=store.url)
-    # If they could not be listed, the first answers count.
-    metas = {} if isinstance(listed, DcpObjstoreError) or not _tells_versions(store) else listed
-    is_listed_so = is_same_state(metas.get(DOT_METADATA_KEY, meta).version, meta.version)
-    # Read again between two listings that are alike, it was not replaced before the first one.
-    if not is_listed_so and not (
+    # The listed states, to which reads are held; none if the listing does not tell them.
+    metas = listed if isinstance(listed, dict) and _tells_versions(store) else {}
+    listing_agrees = is_same_state(metas.get(DOT_METADATA_KEY, meta).version, meta.version)
+    # If not, `.metadata` was replaced, or a CDN on the way has other ETags. It was not replaced if
+    # it has its first state between two listings that are alike.
+    if not listing_agrees and not (
         is_same_state(store.head(DOT_METADATA_KEY).version, meta.version)
         and _is_as_listed(store, metas)
     ):
@@ -310,12 +311,13 @@ def _open_foreign(store: ObjectStore, load_id: str | None, *, verify: bool) -> S
     present = [metas[key] for key in stored.object_keys if key in metas]
     return dataclasses.replace(
         stored,
-        versions={meta.key: meta.version for meta in present if is_listed_so},
+        versions={meta.key: meta.version for meta in present if listing_agrees},
         fingerprint=_fingerprint(store, body, [meta, *present]),
     )
 
 
 def _dot_metadata(store: ObjectStore) -> tuple[bytes, ObjectMeta] | None:
+    """Return the content and the state of `.metadata`; None if there is none."""
     try:
         return store.get(DOT_METADATA_KEY, max_size_bytes=_MAX_DOT_METADATA_BYTES)
     except ObjectNotFoundError:
@@ -323,6 +325,7 @@ def _dot_metadata(store: ObjectStore) -> tuple[bytes, ObjectMeta] | None:
 
 
 def _listed(store: ObjectStore) -> dict[str, ObjectMeta] | CheckpointNotFoundError:
+    """Return the objects that are here by their keys, or the error that says what is wrong."""
     try:
         return look_around(store)
     except CheckpointNotFoundError as error:
@@ -367,6 +370,7 @@ def _open_folder(
             store, dict(listed), load_id, {meta.key: meta.version for meta in metas}
         )
     except CheckpointGoneError:
+        # Something was replaced, or a CDN on the way has other ETags; see `_is_as_listed`.
         stored = _open_listed(store, dict(listed), load_id, {}) if metas else None
         if stored is None or not _is_as_listed(store, listed):
             raise
@@ -379,12 +383,18 @@ def _open_listed(
     load_id: str | None,
     versions: dict[str, Version],
 ) -> StoredCheckpoint:
-    """Open the files of safetensors of a listing, each in its state of `versions`."""
-    is_cut = len(listed) >= LOOK_AROUND_LIMIT
+    """Open the files of safetensors of a listing, each in its state of `versions`.
+
+    Args:
+        listed: the objects by their keys. Those that are found by name are added.
+        versions: states to which reads are held, by key. Those of other objects are added when they
+            are first read.
+    """
+    is_cut = len(listed) >= LOOK_AROUND_LIMIT  # there may be more than were listed
     pinned = PinnedStore(store, versions)
     with _opening_errors(store):
 
-        def look_for(names: Iterable[str]) -> str | None:
+        def add_unlisted(names: Iterable[str]) -> str | None:
             """Ask for objects by name that were not listed; return the first that is not there."""
             for name in names:
                 if name not in listed:
@@ -394,17 +404,18 @@ def _open_listed(
                         return name
             return None
 
-        for name in safetensors.BY_NAME if is_cut else ():
-            look_for([name])
+        if is_cut:
+            for name in safetensors.BY_NAME:
+                add_unlisted([name])
         files = None
         if not is_unfinished(listed):
             files = safetensors.choose_files(pinned, listed, is_cut=is_cut)
         if files is None:
             raise CheckpointNotFoundError(explain_keys(store.url, listed), url=store.url)
-        lacking = look_for(files.names)
-        if lacking is not None:
-            text = f"the index names {lacking}, which is not in the folder"
-            raise CheckpointCorruptError(text, object_key=lacking, url=store.url)
+        absent = add_unlisted(files.names)
+        if absent is not None:
+            text = f"the index names {absent}, which is not in the folder"
+            raise CheckpointCorruptError(text, object_key=absent, url=store.url)
         return _open_files(pinned, files, [listed[name] for name in files.names], load_id, versions)
 
 
@@ -465,13 +476,14 @@ def _fingerprint(store: ObjectStore, body: bytes, metas: Iterable[ObjectMeta]) -
     return xxhash.xxh3_128_hexdigest(body) + xxhash.xxh3_128_hexdigest(repr(listed).encode())
 
 
-def _stock(body: bytes, load_id: str | None) -> StoredCheckpoint:
+def _stock_checkpoint(body: bytes, load_id: str | None) -> StoredCheckpoint:
     """Describe a checkpoint of stock torch: every item is a `torch.save` blob or pickled value."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from dcp_objstore.compat.foreign import decode_metadata
 
     metadata = decode_metadata(body)
+    # The sizes of each chunk and of its elements, by key and offset.
     chunks = {
         (key, tuple(chunk.offsets)): (tuple(chunk.sizes), item.properties.dtype.itemsize)
         for key, item in metadata.state_dict_metadata.items()
@@ -481,28 +493,29 @@ def _stock(body: bytes, load_id: str | None) -> StoredCheckpoint:
     numbers: dict[str, int] = {}
     items: dict[tuple[str, tuple[int, ...] | None], ItemLocation] = {}
     unexplained_bytes = 0
-    for place, info in metadata.storage_data.items():
-        offset = None if place.offset is None else tuple(place.offset)
+    for stored, info in metadata.storage_data.items():
+        offset = None if stored.offset is None else tuple(stored.offset)
         sizes, limit_bytes = None, unpacked_limit_bytes(info.length, _LEAST_VALUE_LIMIT_BYTES)
-        if offset is not None:
-            sizes, itemsize = chunks.get((place.fqn, offset), ((), 0))
-            limit_bytes = math.prod(sizes) * itemsize + FRAMING_SIZE_BYTES
-        unexplained_bytes += max(0, info.length - (limit_bytes if offset is not None else 0))
+        explained_bytes = 0
+        if offset is not None:  # part of a tensor
+            sizes, itemsize = chunks.get((stored.fqn, offset), ((), 0))
+            limit_bytes = explained_bytes = math.prod(sizes) * itemsize + FRAMING_SIZE_BYTES
+        unexplained_bytes += max(0, info.length - explained_bytes)
         if unexplained_bytes > _MAX_UNEXPLAINED_BYTES:
             raise CheckpointCorruptError(
                 "the .metadata says that pickled values and the framing of tensors take more than"
                 f" {_MAX_UNEXPLAINED_BYTES} bytes",
-                key=place.fqn,
+                key=stored.fqn,
             )
-        items[place.fqn, offset] = ItemLocation(
-            numbers.setdefault(info.relative_path, len(numbers)),
-            info.offset,
-            info.length,
-            sizes,
-            None,
-            None,
-            tuple(info.transform_descriptors or ()),
-            limit_bytes,
+        items[stored.fqn, offset] = ItemLocation(
+            object_number=numbers.setdefault(info.relative_path, len(numbers)),
+            payload_offset=info.offset,
+            payload_length=info.length,
+            sizes=sizes,
+            dtype=None,
+            digests=None,
+            transforms=tuple(info.transform_descriptors or ()),
+            limit_bytes=limit_bytes,
         )
     if not items and metadata.state_dict_metadata:
         raise CheckpointNotFoundError("the .metadata found describes items but not where they lie")

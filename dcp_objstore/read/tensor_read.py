@@ -64,6 +64,7 @@ class TensorRead:
 
     Attributes:
         selection: the part of the chunk that the read needs.
+        inbound: the path to the destination's device; None for one in host memory.
 
     Raises:
         StateMismatchError: the chunk does not contain the elements to read.
@@ -85,7 +86,7 @@ class TensorRead:
         # or on a device; None if they are cut or converted.
         self._memory: ByteArray | None = None
         self._device_bytes: torch.Tensor | None = None
-        self._inbound: Inbound | None = None  # the way to the destination's device
+        self.inbound: Inbound | None = None
         self._wrapper: torch.Tensor | None = None  # what `finish` fills from the destination
 
     def bind(self, destination: torch.Tensor) -> None:
@@ -147,14 +148,9 @@ class TensorRead:
         """Fill the bound tensor through the ring of its device, if `inbound` has a lane for it."""
         if not inbound.takes(self._destination.device):
             return
-        self._inbound, self._memory = inbound, None
+        self.inbound, self._memory = inbound, None
         if len(self.selection.shape) == 1 and self._view.dtype == self._dtype:
             self._device_bytes = device_bytes(self._view)
-
-    @property
-    def is_sent(self) -> bool:
-        """Whether the bytes go through a ring to a device."""
-        return self._inbound is not None
 
     def _fill_boxes(self, copies: Iterable[Copy], elements: torch.Tensor) -> None:
         """Copy boxes out of a block's elements into the destination."""
@@ -171,9 +167,9 @@ class TensorRead:
             first = self.selection.wanted.offsets[0] * self._dtype.itemsize - position
             low, high = max(0, first), min(arrived.nbytes, first + self._memory.nbytes)
             self._memory[low - first : high - first] = arrived[low:high]
-        elif self._inbound is not None:
+        elif self.inbound is not None:
             work = functools.partial(self._send, position)
-            self._inbound.send(self._view.device, block, work)
+            self.inbound.send(self._view.device, block, work)
         else:
             copies = self.selection.copies(position, position + arrived.nbytes)
             # torch writes to an inference tensor in inference mode only.
@@ -183,12 +179,12 @@ class TensorRead:
     def accept_packed(self, position: int, size_bytes: int, packed: Buffer) -> None:
         """Copy packed elements of the `size_bytes` payload bytes at `position`. Thread-safe."""
         copies = self.selection.copies(position, position + size_bytes)
-        if self._inbound is not None:
+        if self.inbound is not None:
 
             def unpack(arrived: torch.Tensor) -> None:
                 self._unpack(copies, self._staged(arrived))
 
-            self._inbound.send(self._view.device, packed, unpack)
+            self.inbound.send(self._view.device, packed, unpack)
             return
         self._unpack(copies, self._elements(np.frombuffer(packed, dtype=np.uint8)))
 
