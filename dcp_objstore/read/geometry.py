@@ -55,10 +55,10 @@ def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor
 
 
-def fits(wanted: Box, shape: tuple[int, ...]) -> bool:
+def fits(box: Box, shape: tuple[int, ...]) -> bool:
     """Whether the box lies within a tensor of this shape."""
-    return len(shape) == len(wanted.sizes) and all(
-        end <= extent for end, extent in zip(wanted.ends, shape, strict=True)
+    return len(shape) == len(box.sizes) and all(
+        end <= extent for end, extent in zip(box.ends, shape, strict=True)
     )
 
 

@@ -368,14 +368,14 @@ def _tied_keys(state_dict: dict[str, Any], saved: Collection[str]) -> list[str]:
     return [key for key in missing if same_memory(state_dict[key]) in filled - {None}]
 
 
-def _rename_advice(asked: Iterable[str], saved: Collection[str]) -> str | None:
+def _rename_advice(state_keys: Iterable[str], saved: Collection[str]) -> str | None:
     """Return which `rename=` makes the checkpoint fit, if it has the keys with another first part.
 
     Or without one, as weights that were saved without a name in a state.
     """
     # A missing key for each name at the top, and the names at the top that are not asked for.
-    missing = {_top_name(key): key for key in asked if key not in saved}
-    unasked = dict.fromkeys(map(_top_name, saved)).keys() - set(map(_top_name, asked))
+    missing = {_top_name(key): key for key in state_keys if key not in saved}
+    unasked = dict.fromkeys(map(_top_name, saved)).keys() - set(map(_top_name, state_keys))
     for top, key in missing.items():
         rest = key.removeprefix(f"{top}.")
         if rest != key and rest in saved:

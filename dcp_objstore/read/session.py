@@ -322,14 +322,15 @@ def explained(
     error: DcpObjstoreError,
 ) -> DcpObjstoreError:
     """Say what a GET's error means for the checkpoint, and add what the GET was for."""
-    place = error.rank, error.key, error.object_key, error.url  # in the order of the constructor
+    # As the constructors of errors take them.
+    where = error.rank, error.key, error.object_key, error.url
     if isinstance(error, ObjectNotFoundError):
         error = checkpoint.explain(store, error)
     elif isinstance(error, PreconditionFailedError):
         text = "while it was being read, another writer replaced the checkpoint"
-        error = CheckpointGoneError(text, *place, advice="load it again")
+        error = CheckpointGoneError(text, *where, advice="load it again")
     elif isinstance(error, CorruptDataError):  # the object is too short, or the answer was wrong
-        error = CheckpointCorruptError(error.message, *place)
+        error = CheckpointCorruptError(error.message, *where)
     first_and_last = [
         f"block {span.tag.position // BLOCK_SIZE_BYTES} of {span.tag.key}"
         for span in (request.spans[0], request.spans[-1])

@@ -294,6 +294,7 @@ def _open_foreign(store: ObjectStore, load_id: str | None, *, verify: bool) -> S
         return _open_folder(store, listed, load_id)
     body, meta = dot_metadata
     stored = _stock_checkpoint(body, load_id)
+    # All objects have names that only this library gives.
     if verify and stored.object_keys and all(map(parse_data_key, stored.object_keys)):
         raise CheckpointNotFoundError(_LOST_MARKER, url=store.url)
     # The listed states, to which reads are held; none if the listing does not tell them.

@@ -102,9 +102,9 @@ class TensorRead:
         """
         dtypes = {self._dtype, destination.dtype}
         # torch quantizes only float32, and converts nothing from or to a packed float4.
-        lacks_quantizing = any(map(is_quantized, dtypes)) and self._dtype != torch.float32
-        lacks_unpacking = torch.float4_e2m1fn_x2 in dtypes and len(dtypes) > 1
-        if lacks_quantizing or lacks_unpacking:
+        cannot_quantize = any(map(is_quantized, dtypes)) and self._dtype != torch.float32
+        cannot_unpack = torch.float4_e2m1fn_x2 in dtypes and len(dtypes) > 1
+        if cannot_quantize or cannot_unpack:
             raise StateMismatchError(
                 f"saved as {self.location.dtype}, which cannot be loaded into a"
                 f" {constant_name(destination.dtype)} tensor",

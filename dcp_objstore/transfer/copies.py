@@ -34,8 +34,8 @@ _MOST_PARTS = 16
 def copied_parts(sources: Sequence[CopySource]) -> list[int]:
     """Return the sizes of the parts in which an object is copied."""
     most_bytes = _part_size_bytes(sources)
-    cuts = (cut for source in sources for cut in cut_range(source.start, source.end, most_bytes))
-    return [end - start for start, end in cuts]
+    parts = (part for source in sources for part in cut_range(source.start, source.end, most_bytes))
+    return [end - start for start, end in parts]
 
 
 def _part_size_bytes(sources: Sequence[CopySource]) -> int:

@@ -82,11 +82,11 @@ class Progress:
         if self._stop is not None:
             raise self._stop
 
-    def check_stalled(self, what: str) -> None:
+    def check_stalled(self, name: str) -> None:
         """Raise if nothing has moved for the stall time-out.
 
         Args:
-            what: the name of the transfer, for the error.
+            name: the name of the transfer, for the error.
 
         Raises:
             TransferStalledError: nothing has moved for that long.
@@ -94,7 +94,7 @@ class Progress:
         idle_seconds = self._clock() - self._last_move_at
         if idle_seconds > self.stall_timeout_seconds:
             raise TransferStalledError(
-                f"{what}: no part was completed for {idle_seconds:.0f} s"
+                f"{name}: no part was completed for {idle_seconds:.0f} s"
                 f" (TransferConfig.stall_timeout_seconds={self.stall_timeout_seconds:g});"
                 f" {self.moved_bytes} bytes were moved before",
                 advice="check the network and the store, then try again",

@@ -411,7 +411,8 @@ def _send(
         # It may be complete: if the answer to the request that completes it is lost, the retry of
         # that request hears that there is no such upload.
         with suppress(DcpObjstoreError):
-            if is_own and (meta := store.head(key)).size_bytes == tracked.size_bytes:
+            meta = store.head(key) if is_own else None
+            if meta is not None and meta.size_bytes == tracked.size_bytes:
                 return meta.version
         raise
 
@@ -425,7 +426,7 @@ def _report_retry(key: str, number: int, error: Exception, began_at: float) -> N
 
 def run_watched(
     task: Callable[[], T],
-    what: str,
+    name: str,
     progress: Progress,
     check: Callable[[], object] | None = None,
 ) -> T:
@@ -434,10 +435,11 @@ def run_watched(
     On a stall or an interrupt, call `progress.stop` and give the task a few seconds to end.
 
     Args:
+        name: the name of the transfer, for the thread and for errors.
         check: a function that is called now and then, and may raise. Default: it looks for a stall.
     """
-    check = check or partial(progress.check_stalled, what)
-    future = run_in_thread(task, what)
+    check = check or partial(progress.check_stalled, name)
+    future = run_in_thread(task, name)
     try:
         return result_of(future, check=check, step_seconds=WATCH_SECONDS)
     except BaseException as error:
@@ -452,5 +454,5 @@ def run_watched(
         if leftover and isinstance(error, DcpObjstoreError):
             add_advice(error, leftover)
         elif leftover:
-            logger.warning("%s was stopped; %s", what, leftover)
+            logger.warning("%s was stopped; %s", name, leftover)
         raise

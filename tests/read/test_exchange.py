@@ -57,7 +57,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, name, BLOCK if name.startswith("BLOCK") else FRAMING)
     monkeypatch.setattr(failures, "has_gone", lambda _: False)
     monkeypatch.setattr(
-        exchange_plan.plan_exchange, "__kwdefaults__", {"held": (), "gap_bytes": 24}
+        exchange_plan.plan_exchange, "__kwdefaults__", {"copies": (), "gap_bytes": 24}
     )
 
 

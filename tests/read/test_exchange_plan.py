@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dcp_objstore.read.peers import plan as module
-from dcp_objstore.read.peers.plan import NEED, Held, Needs, Segment, SharedRequest, plan_exchange
+from dcp_objstore.read.peers.plan import (
+    NEED,
+    Needs,
+    NodeCopies,
+    Segment,
+    SharedRequest,
+    plan_exchange,
+)
 from dcp_objstore.transfer.ranges import Span
 
 _BLOCK = 64
@@ -136,12 +143,15 @@ def test_what_a_node_has_is_read_there_once_for_its_ranks_and_once_for_all_other
     needs, holdings, request_size_bytes, round_size_bytes
 ):
     nodes, objects = holdings
-    held = [
-        Held(node, objects[node]) if node is not None and objects[node] else None
+    copies = [
+        NodeCopies(node, objects[node]) if node is not None and objects[node] else None
         for node in nodes[: len(needs)]
     ]
     plans = plan_exchange(
-        needs, request_size_bytes=request_size_bytes, round_size_bytes=round_size_bytes, held=held
+        needs,
+        request_size_bytes=request_size_bytes,
+        round_size_bytes=round_size_bytes,
+        copies=copies,
     )
     requests = [one for rank, plan in enumerate(plans) for one in plan.fetched_by(rank)]
     readers: dict[tuple[int, int, int], list[int]] = {}
@@ -158,8 +168,8 @@ def test_what_a_node_has_is_read_there_once_for_its_ranks_and_once_for_all_other
         if (rank, place) not in sources:
             readers.setdefault(place, []).append(rank)  # it reads the block itself
     for place, ranks in readers.items():
-        holders = {one.node for one in held if one is not None and place[0] in one.objects}
-        found = [held[rank] for rank in ranks]
+        holders = {one.node for one in copies if one is not None and place[0] in one.objects}
+        found = [copies[rank] for rank in ranks]
         if holders:
             at = [one.node for one in found if one is not None and place[0] in one.objects]
             assert len(at) == len(set(at)) == len(ranks), "only on a node that has it, once on each"
@@ -264,17 +274,17 @@ def test_a_copy_is_read_for_others_on_one_node_and_on_the_same_for_a_whole_objec
     """Which node it is changes with the object, so that the nodes have as much to send."""
     blocks = [(0, 64), (64, 128)]
     of_all = [*_both(*blocks), *_both(*blocks, number=1), *_both(*blocks, number=2)]
-    held = [Held(b"b", frozenset({0, 1, 2})), Held(b"a", frozenset({0, 1, 2})), None]
+    copies = [NodeCopies(b"b", frozenset({0, 1, 2})), NodeCopies(b"a", frozenset({0, 1, 2})), None]
     # Nobody on the nodes needs it: any of them may read it.
     needs = [_needs([]), _needs([]), _needs(of_all)]
-    requests = _requests(needs, held=held)
+    requests = _requests(needs, copies=copies)
     assert sorted((r.object_number, r.fetcher, r.end) for r in requests) == [
         *((0, 1, 128), (1, 0, 128), (2, 1, 128))
     ]
     assert all(list(r.messages) == [2] for r in requests)
     # One on each node does: each reads it, and one of them for the third rank as well.
     needs = [_needs(of_all)] * 3
-    plans = plan_exchange(needs, request_size_bytes=128, round_size_bytes=9999, held=held)
+    plans = plan_exchange(needs, request_size_bytes=128, round_size_bytes=9999, copies=copies)
     requests = [r for n, plan in enumerate(plans) for r in plan.fetched_by(n)]
     assert sorted((r.object_number, r.fetcher) for r in requests) == [(0, 1), (1, 0), (2, 1)]
     assert plans[0].alone([Span(0, 0, 64, None)]) == [Span(0, 0, 64, None)]
@@ -282,9 +292,9 @@ def test_a_copy_is_read_for_others_on_one_node_and_on_the_same_for_a_whole_objec
 
 def test_a_node_that_reads_it_anyway_reads_it_for_others():
     """Rather than another one that has it, too."""
-    held = [Held(b"a", frozenset({1})), Held(b"b", frozenset({1})), None]
+    copies = [NodeCopies(b"a", frozenset({1})), NodeCopies(b"b", frozenset({1})), None]
     needs = [_needs(_both((0, 64), number=1)), _needs([]), _needs(_both((0, 64), number=1))]
-    (request,) = _requests(needs, held=held)
+    (request,) = _requests(needs, copies=copies)
     assert (request.fetcher, [*request.messages]) == (0, [2])
 
 
@@ -299,14 +309,14 @@ def test_without_copies_requests_follow_each_other_as_they_lie_in_the_object():
 
 
 def test_what_a_node_reads_by_itself_counts_as_what_its_rank_fetches():
-    held = [Held(b"a", frozenset({1})), None, None]
+    copies = [NodeCopies(b"a", frozenset({1})), None, None]
     own = _both((0, 150), number=1)
     shared = _both(*((n * 50, n * 50 + 50) for n in range(4)))
     needs = [_needs([*shared, *own]), _needs(shared), _needs(shared)]
-    plans = plan_exchange(needs, request_size_bytes=50, round_size_bytes=9999, held=held)
+    plans = plan_exchange(needs, request_size_bytes=50, round_size_bytes=9999, copies=copies)
     assert [r.fetcher for r in plans[0].rounds[0]] == [1, 2, 1, 2]
     # Also if another rank gets it from there.
     needs[2] = _needs([*shared, *own])
-    plans = plan_exchange(needs, request_size_bytes=200, round_size_bytes=9999, held=held)
+    plans = plan_exchange(needs, request_size_bytes=200, round_size_bytes=9999, copies=copies)
     fetchers = {r.object_number: r.fetcher for requests in plans[2].rounds for r in requests}
     assert fetchers[1] == 0

@@ -21,7 +21,7 @@ from dcp_objstore.errors import ConfigError, RankFailedError
 from dcp_objstore.read.items import ItemLocation
 from dcp_objstore.read.peers import meeting
 from dcp_objstore.read.peers.meeting import Offer, all_arrived, group_digest, make_offer, share_out
-from dcp_objstore.read.peers.plan import NEED, Held
+from dcp_objstore.read.peers.plan import NEED, NodeCopies
 from dcp_objstore.read.plan import PlannedLoad
 from dcp_objstore.read.tensor_read import Block, TensorRead
 from dcp_objstore.transfer.ranges import Span
@@ -73,11 +73,11 @@ def test_an_offer_says_what_a_rank_needs_and_which_checkpoint_it_has_opened(monk
     assert made.selections == {0: load.reads[0].selection}
     assert made.verify is False
     assert (made.memory_budget_bytes, made.request_size_bytes) == (9 * MIB, 5 * MIB)
-    assert made.held is None
+    assert made.copies is None
     assert make(foreign, load).commit_id == "state"
     assert make(ours, load, verify=True).verify is True
     copies: Any = SimpleNamespace(node=b"node", numbers=frozenset({3}))
-    assert make(ours, load, copies=copies).held == Held(b"node", frozenset({3}))
+    assert make(ours, load, copies=copies).copies == NodeCopies(b"node", frozenset({3}))
     # Alone: the coordinator still compares what the ranks have opened.
     assert make(ours, load, group_ranks=None) == Offer("url", "commit", 5)
     assert make(ours, None) == Offer("url", "commit", 5)
@@ -163,12 +163,13 @@ def test_a_request_takes_no_more_than_half_of_a_rounds_memory_but_a_whole_block(
 
 def test_a_copy_of_another_node_is_worth_it_where_too_little_is_shared_otherwise():
     own = [whole(1 + n, 100 * MIB) for n in range(2)]
-    a, b, other = Held(b"a", frozenset({0})), Held(b"b", frozenset({0})), Held(b"a", frozenset({7}))
+    a, b = (NodeCopies(node, frozenset({0})) for node in (b"a", b"b"))
+    other = NodeCopies(b"a", frozenset({7}))
     for held, together in (
         *(([None, None], False), ([a, None], True), ([None, a], True)),
         *(([other, None], False), ([a, b], False)),
     ):
-        offers = [offer(n, [whole(0), own[n]], held=held[n]) for n in range(2)]
+        offers = [offer(n, [whole(0), own[n]], copies=held[n]) for n in range(2)]
         assert [share is not None for share in share_out(offers)] == [together] * 2, held
 
 

@@ -231,12 +231,14 @@ class Exchange:
         fetchers = {request.fetcher for requests in self._rounds for request in requests}
         for rank in fetchers - {self._rank}:
             slots = addresses[rank]
-            if slots is not None and (memory := attach(slots.memory)) is not None:
+            memory = None if slots is None else attach(slots.memory)
+            if slots is not None and memory is not None:
                 self._peer_slots[rank] = _Slots(memory, slots.slot_bytes)
+        # The ranks whose slots each rank can read.
         readable_by: list[list[int]] = self._gather(list(self._peer_slots))
         self._slots.close_descriptor()  # all ranks have mapped the slots that they can
         self._unreached = {
-            rank for rank, readable in enumerate(readable_by) if self._rank not in readable
+            rank for rank, peers in enumerate(readable_by) if self._rank not in peers
         }
 
     def _gather(self, value: object) -> list[Any]:

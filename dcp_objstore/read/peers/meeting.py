@@ -26,7 +26,7 @@ from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.geometry import Selection
 from dcp_objstore.read.peers.exchange import Share, needs_of
-from dcp_objstore.read.peers.plan import ExchangePlan, Held, Needs, plan_exchange
+from dcp_objstore.read.peers.plan import ExchangePlan, Needs, NodeCopies, plan_exchange
 from dcp_objstore.read.plan import PlannedLoad
 from dcp_objstore.threads import STEP_SECONDS, wait_for, wait_in_steps
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
@@ -56,7 +56,7 @@ class Offer:
             loads by itself.
         needs: the bytes that the rank needs, as `needs_of` returns them.
         selections: the selections of the rank's packed reads, by the number of the read.
-        held: the objects of which the rank's node has copies; None if it has none.
+        copies: the objects of which the rank's node has copies; None if it has none.
     """
 
     url: str | None
@@ -65,7 +65,7 @@ class Offer:
     group: bytes | None = None
     needs: Needs | None = None
     selections: dict[int, Selection] | None = None
-    held: Held | None = None
+    copies: NodeCopies | None = None
     verify: bool = True
     memory_budget_bytes: int = 0
     request_size_bytes: int = 0
@@ -93,7 +93,7 @@ def make_offer(
         group=group_digest(group_ranks),
         needs=needs,
         selections=selections,
-        held=None if copies is None else Held(copies.node, copies.numbers),
+        copies=None if copies is None else NodeCopies(copies.node, copies.numbers),
         verify=verify,
         memory_budget_bytes=config.memory_budget_bytes,
         request_size_bytes=config.request_size_bytes,
@@ -134,7 +134,7 @@ def share_out(offers: Sequence[Offer]) -> list[Share | None]:
         needs,
         request_size_bytes=min(request_size_bytes, max(BLOCK_SIZE_BYTES, quarter_bytes // 2)),
         round_size_bytes=quarter_bytes,
-        held=[offer.held for offer in offers],
+        copies=[offer.copies for offer in offers],
     )
     if not (_saves_enough(plans, needs) or _spares_the_store(plans, offers)):
         return alone
@@ -154,9 +154,9 @@ def share_out(offers: Sequence[Offer]) -> list[Share | None]:
 
 def _spares_the_store(plans: Sequence[ExchangePlan], offers: Sequence[Offer]) -> bool:
     """Whether a rank gets from the copy of another node what it would have to fetch."""
-    held = [frozenset() if offer.held is None else offer.held.objects for offer in offers]
+    copied = [frozenset() if offer.copies is None else offer.copies.objects for offer in offers]
     return any(
-        request.object_number in held[fetcher] and request.object_number not in held[receiver]
+        request.object_number in copied[fetcher] and request.object_number not in copied[receiver]
         for fetcher, plan in enumerate(plans)
         for request in plan.fetched_by(fetcher)
         for receiver in request.messages
@@ -255,7 +255,7 @@ def _is_set(store: dist.Store, key: str, timeout_seconds: float) -> bool:  # typ
         assert seconds is not None
         try:
             store.wait([key], datetime.timedelta(seconds=max(0.001, seconds)))
-        except dist.DistStoreError:  # not yet
+        except dist.DistStoreError:  # the time-out
             return False
         return True
 

@@ -36,7 +36,7 @@ NEED = np.dtype(
 Needs = np.ndarray[tuple[int], np.dtype[np.void]]
 
 
-class Held(NamedTuple):
+class NodeCopies(NamedTuple):
     """The objects of which a rank's node has copies.
 
     Attributes:
@@ -125,7 +125,7 @@ def plan_exchange(
     *,
     request_size_bytes: int,
     round_size_bytes: int,
-    held: Sequence[Held | None] = (),
+    copies: Sequence[NodeCopies | None] = (),
     gap_bytes: int = DEFAULT_GAP_BYTES,
 ) -> list[ExchangePlan]:
     """Plan who fetches each block that more than one rank needs, who receives it, and when.
@@ -137,7 +137,7 @@ def plan_exchange(
 
     Args:
         needs: an array of `NEED` for each rank.
-        held: the objects of which each rank's node has copies. Default: no node has any.
+        copies: the objects of which each rank's node has copies. Default: no node has any.
         request_size_bytes: the size of the largest request, unless a single block is larger.
         round_size_bytes: the largest total size of the requests of a round, unless the round has
             only one request.
@@ -145,7 +145,7 @@ def plan_exchange(
     Returns:
         The part of each rank. It has no rounds if nothing is shared.
     """
-    shared, loads = _split(needs, _holders(held))
+    shared, loads = _split(needs, _ranks_with_copies(copies))
     requests = _assign(_merge(shared, request_size_bytes, gap_bytes), loads)
     plans = [ExchangePlan() for _ in needs]
     room_bytes = 0  # in the current round
@@ -192,10 +192,10 @@ class _SharedBlock:
 _Holders: TypeAlias = dict[int, dict[bytes, list[int]]]
 
 
-def _holders(held: Sequence[Held | None]) -> _Holders:
+def _ranks_with_copies(copies: Sequence[NodeCopies | None]) -> _Holders:
     """Return which ranks can read a copy of each object; see `plan_exchange`."""
     holders: _Holders = {}
-    for rank, of_rank in enumerate(held):
+    for rank, of_rank in enumerate(copies):
         if of_rank is None:
             continue
         for number in of_rank.objects:
