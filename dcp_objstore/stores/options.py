@@ -320,7 +320,7 @@ def _unknown(
         return f"{where} take no options, got {text!r}"
     advice = _hint(schema, text, known)
     if advice is None:
-        close = difflib.get_close_matches(text, list(known), n=1, cutoff=0.5)
+        close = difflib.get_close_matches(text, known, cutoff=0.5)
         advice = f"did you mean {close[0]!r}?" if close else None
     said = f"; {advice}" if advice else "."
     listed = sorted(known, key=lambda spelling: known[spelling] is None)  # mappings last

@@ -30,19 +30,18 @@ _ALIASES: dict[str, Scheme] = {
     "file": "file",
     "memory": "memory",
 }
-# Names that other tools give to these schemes; they are not taken.
+# Names that other tools give to these schemes. They are not taken; an error says ours. Names that
+# are nearly ours need no entry.
 _OTHER_NAMES = {
     "s3a": "s3",
-    "s3n": "s3",
     "minio": "s3",
     "wasb": "az",
     "wasbs": "az",
     "adl": "az",
     "local": "file",
-    "mem": "memory",
 }
 # Schemes of fsspec that are no stores, or that have another name here.
-_NO_STORES = ("data", "file", "http", "https", "local", "memory")
+_NO_STORES = ("data", "http", "https", "local")
 # `abfss://container@account.dfs.core.windows.net/prefix`, as Hadoop and Azure's portal write it.
 _AZURE_ACCOUNT = re.compile(r"([a-z0-9-]+)@([a-z0-9]{3,24})\.(?:dfs|blob)\.[a-z.]+\Z")
 # Addresses that consoles and other tools show, and the scheme of what they are of. S3: "Methods for
@@ -278,7 +277,7 @@ def _no_scheme_text(url: str) -> str:
     scheme, _, rest = url.partition(":/")
     name = scheme.lower()
     is_scheme = name in _ALIASES or is_known_to_fsspec(name)
-    if is_scheme and rest and not rest.startswith("/"):
+    if is_scheme and rest:
         whole = f"{scheme}://{'/' if name == 'file' else ''}{rest}"
         return f"{_masked(url)} has lost a slash (pathlib does that): write {_masked(whole)}"
     return f"{_masked(url)} has no scheme; use one of {_SCHEMES_TEXT} (for a local folder: file:///path)"
@@ -296,7 +295,7 @@ def _from_web_address(url: str) -> str | None:
 
 def _unknown_scheme_text(head: str) -> str:
     """Say which schemes are known, and which one may be meant."""
-    close = difflib.get_close_matches(head.lower(), list(_ALIASES), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(head.lower(), _ALIASES, cutoff=0.5)
     nearest = _OTHER_NAMES.get(head.lower(), close[0] if close else None)
     hint = f"did you mean {nearest}://? Known" if nearest else "known"
     return f"unknown scheme '{head}://'; {hint} are {_SCHEMES_TEXT} and those of fsspec"

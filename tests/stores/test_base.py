@@ -15,10 +15,25 @@ import numpy as np
 import pytest
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import CredentialsError, ObjectNotFoundError, StoreUnavailableError
+from dcp_objstore.errors import (
+    CorruptDataError,
+    CredentialsError,
+    InputError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    StoreUnavailableError,
+    UnsupportedError,
+)
 from dcp_objstore.stores import ObjectStore, open_store
+from dcp_objstore.stores.base import as_buffers, cut_parts, cut_range
 from dcp_objstore.stores.local import LocalStore
-from dcp_objstore.stores.protocol import LEFTOVER_ADVICE, ObjectMeta, Version
+from dcp_objstore.stores.protocol import (
+    LEFTOVER_ADVICE,
+    Capabilities,
+    CopySource,
+    ObjectMeta,
+    Version,
+)
 from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.threads import spawn
 
@@ -186,3 +201,96 @@ def test_a_listing_of_several_pages_is_whole_and_its_errors_are_raised(store, mo
     monkeypatch.setattr(LocalStore, "_list", broken)
     with pytest.raises(StoreUnavailableError, match="next page"):
         list(store.list())
+
+
+@pytest.mark.parametrize(
+    ("keys", "repeated"),
+    [
+        ("abc", None),
+        ("cabd", None),  # in an order of its own
+        ("aab", "a"),
+        ("cacab", "a"),
+        ("abcabcabc", "a"),
+    ],
+)
+def test_a_listing_may_have_its_own_order_but_repeats_no_key_for_ever(
+    store, monkeypatch, keys, repeated
+):
+    metas = [ObjectMeta(key, 0, Version(), datetime.now(UTC)) for key in keys]
+    folders: list[str] = []
+    monkeypatch.setattr(
+        LocalStore, "_list", lambda _store, folder: folders.append(folder) or iter(metas)
+    )
+    if repeated is None:
+        assert list(store.list("run/")) == metas
+    else:
+        with pytest.raises(StoreUnavailableError, match="same page") as caught:
+            list(store.list("run/"))
+        assert (caught.value.object_key, caught.value.url) == (repeated, store.url)
+    assert folders == ["run"]
+    monkeypatch.setattr(LocalStore, "_list", lambda _store, folder: folders.append("") or iter(()))
+    assert list(store.list()) == []
+    assert folders == ["run", "", ""], "a listing of nothing is asked for once more"
+
+
+def test_the_arguments_and_answers_of_every_adapter_are_checked(store, monkeypatch):
+    meta = ObjectMeta("k", 3, Version(), datetime.now(UTC))
+    for body in (b"12", b"1234"):
+        monkeypatch.setattr(LocalStore, "_get", lambda *_, body=body: (body, meta))
+        with pytest.raises(CorruptDataError, match="announced 3 bytes and sent"):
+            store.get("k", max_size_bytes=9)
+    for start, end in ((-1, 1), (2, 1)):
+        with pytest.raises(InputError, match="not a range"):
+            store.open_range("k", start, end)
+    sources = [CopySource("file:///a", start, end, Version()) for start, end in ((0, 1), (2, 2))]
+    for wrong in ([], sources, [CopySource("file:///a", -1, 1, Version())]):
+        with pytest.raises(InputError, match="not ranges to copy"):
+            copy(store, wrong)
+    monkeypatch.setattr(LocalStore, "capabilities", Capabilities(copies=False))
+    with pytest.raises(UnsupportedError, match="copies nothing by itself"):
+        copy(store, sources[:1])
+
+
+def copy(store: ObjectStore, sources: list[CopySource]) -> None:
+    store.copy("k", sources, part_size_bytes=9, max_concurrency=1, moved=lambda _: None)
+
+
+def test_to_delete_what_is_absent_is_no_error_but_any_other_is(store, monkeypatch):
+    raised: list[OSError] = []
+
+    def delete(*_: object) -> None:
+        raise raised[-1]
+
+    monkeypatch.setattr(LocalStore, "_delete", delete)
+    raised.append(FileNotFoundError("no"))
+    store.delete("k")
+    raised.append(PermissionError("no"))
+    with pytest.raises(PermissionDeniedError) as caught:
+        store.delete("k")
+    assert (caught.value.object_key, caught.value.url) == ("k", store.url)
+
+
+def test_ranges_and_streams_are_cut_into_as_few_equal_parts_as_may_be():
+    for end, most, parts in (
+        (10, 4, [(0, 4), (4, 8), (8, 10)]),
+        (10, 5, [(0, 5), (5, 10)]),
+        (11, 5, [(0, 4), (4, 8), (8, 11)]),
+        (3, 9, [(0, 3)]),
+        (0, 9, []),
+    ):
+        assert list(cut_range(0, end, most)) == parts
+    assert list(cut_range(7, 12, 4)) == [(7, 10), (10, 12)]
+    for sizes, lengths in (
+        ((3, 3, 3), [[3, 1], [2, 2], [1]]),
+        ((9,), [[4], [4], [1]]),
+        ((4, 0, 4), [[4], [4]]),
+        ((0,), []),
+        ((), []),
+    ):
+        parts = [
+            [len(view) for view in part]
+            for part in cut_parts(iter([bytes(size) for size in sizes]), 4)
+        ]
+        assert parts == lengths, sizes
+    assert as_buffers(b"xy") == [b"xy"]
+    assert as_buffers([b"x", b"y"]) == [b"x", b"y"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,12 @@ from obstore.exceptions import GenericError
 import dcp_objstore as dos
 from dcp_objstore.errors import ConfigError, CredentialsError
 from dcp_objstore.stores import StoreSpec, open_store
-from dcp_objstore.stores.credentials import Credentials
+from dcp_objstore.stores.credentials import (
+    Credentials,
+    Renewing,
+    class_and_line,
+    metadata_answers,
+)
 from dcp_objstore.stores.diagnosis import shortened
 from dcp_objstore.stores.gcs.credentials import find_gcs_credentials
 from dcp_objstore.stores.gcs.options import GcsOptions
@@ -467,6 +474,91 @@ def test_a_credential_process_that_fails_is_an_error_about_credentials(monkeypat
     (tmp_path / "config").write_text("[profile broken]\ncredential_process = /bin/false\n")
     with pytest.raises(CredentialsError):
         open_store("s3://bucket/x", {"profile": "broken"}, CONFIG)
+
+
+NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+def test_credentials_are_asked_for_again_before_they_end():
+    """Ten minutes before, or once two thirds of a shorter life are over."""
+    for life, due_after in ((120, 110), (30, 20), (15, 10), (None, None)):
+        now, asked = NOW, list[bool]()
+        ends_at = None if life is None else NOW + timedelta(minutes=life)
+
+        def ask(others: bool, asked=asked, ends_at=ends_at) -> dict[str, object]:
+            asked.append(others)
+            return {"token": len(asked), "expires_at": ends_at}
+
+        provider = Renewing("a place", ask, now=lambda: now)  # noqa: B023  called at once
+        due_at = None if due_after is None else NOW + timedelta(minutes=due_after)
+        assert provider() == provider() == {"token": 1, "expires_at": due_at}
+        now = (due_at or NOW) - timedelta(seconds=1)
+        assert provider()["token"] == 1
+        now += timedelta(seconds=1)
+        assert provider()["token"] == (1 if life is None else 2)
+        provider.renew()
+        assert asked == [*[False] * (1 if life is None else 2), True]
+        assert provider()["token"] == len(asked)
+
+
+def test_credentials_that_cannot_be_renewed_count_until_they_end():
+    now, answers = NOW, list[Any]()
+
+    def ask(_: bool) -> dict[str, object]:
+        if isinstance(answers[-1], Exception):
+            raise answers[-1]
+        return {"token": "t", "expires_at": answers[-1]}
+
+    provider = Renewing("a place", ask, "log in", now=lambda: now)
+    answers.append(CredentialsError("gone"))
+    with pytest.raises(CredentialsError, match=r"a place: .* \(gone\)") as caught:
+        provider()
+    assert caught.value.advice == "pass new ones, log in"
+    zone = timezone(timedelta(hours=2))
+    answers.append((NOW + timedelta(minutes=30)).astimezone(zone))
+    assert provider()["expires_at"].tzinfo is UTC
+    answers.append(ValueError("SECRET"))
+    for minutes, again_after in ((20, 10), (29, 10), (29 + 55 / 60, 5)):
+        now = NOW + timedelta(minutes=minutes)
+        expected = {"token": "t", "expires_at": now + timedelta(seconds=again_after)}
+        assert provider() == {**expected}, minutes
+        assert provider()["expires_at"].tzinfo is UTC
+    now = NOW + timedelta(minutes=30)
+    with pytest.raises(CredentialsError, match=r"\(ValueError\)") as caught:
+        provider()
+    assert caught.value.__cause__ is None and caught.value.__context__ is None
+    with pytest.raises(CredentialsError):
+        provider.renew()  # those of before were refused, however long they last
+    answers.append(None)
+    assert provider() == {"token": "t", "expires_at": None}
+    answers.append(ValueError("SECRET"))
+    with pytest.raises(CredentialsError):
+        provider.renew()
+
+
+def test_of_a_parsers_error_only_its_class_and_lines_are_shown():
+    for content, shown in (("{SECRET", "JSONDecodeError, line 1"), ("{\nSECRET", "line 2")):
+        with pytest.raises(ValueError) as caught:
+            json.loads(content)
+        assert class_and_line(caught.value).endswith(shown)
+    with pytest.raises(configparser.ParsingError) as parsing:
+        configparser.ConfigParser().read_string("[a]\nSECRET\nb = 1\nSECRET\n")
+    assert class_and_line(parsing.value) == "ParsingError, line 2, 4"
+    assert class_and_line(OSError("SECRET")) == "OSError"
+
+
+def test_a_metadata_service_is_one_that_answers_and_has_not_failed():
+    for answer, requests, is_there in (
+        (Answer(200, {}, b""), 1, True),
+        (Answer(499, {}, b""), 1, True),
+        (Answer(500, {}, b""), 1, False),
+        (None, 2, False),
+    ):
+        with ScriptedServer(lambda *_, answer=answer: answer) as server:
+            asked = metadata_answers(server.endpoint_url + "/", "PUT", "/token", {"X-Of": "mine"})
+            assert asked is is_there
+            assert [row[:2] for row in server.requests] == [("PUT", "/token")] * requests
+            assert server.requests[0][2]["X-Of"] == "mine"
 
 
 def test_credentials_that_were_left_behind_by_a_pickle_are_named():

@@ -16,8 +16,14 @@ from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec, open_store
 from dcp_objstore.stores.options import parse
 from dcp_objstore.stores.s3.options import S3Options
-from dcp_objstore.stores.schemes import SCHEMAS
-from dcp_objstore.stores.urls import parse_url
+from dcp_objstore.stores.schemes import (
+    SCHEMAS,
+    check_options,
+    is_secret,
+    public_options,
+    secret_names,
+)
+from dcp_objstore.stores.urls import check_prefix, is_supported_url, parse_url
 
 # Of HTTP clients in general, not of S3: obstore takes them elsewhere.
 OF_CLIENTS = {"allow_http", "allow_invalid_certificates", "root_certificate"}
@@ -49,7 +55,7 @@ KEYS = {"key": "KEYOFMINE", "secret": "SECRETOFMINE"}
 BAD: list[tuple[str, object, str]] = [
     (S3, ["key"], "mapping"),
     (S3, {"kye": "x"}, "did you mean 'key'?"),
-    (S3, {"s3_express": True}, "no need for it"),
+    (S3, {"sign": True}, "did you mean 'sign_payload'?"),
     (S3, {"zzzzzz": 1}, ". Known: key, secret"),
     (S3, {"client_kwargs": {"region": "x"}}, "did you mean 'region_name'?"),
     (S3, {"client_kwargs": {"key": "x"}}, "did you mean 'aws_access_key_id'?"),
@@ -140,6 +146,58 @@ OTHERS_NAMES = {
 }
 
 
+def test_settings_of_obstore_that_are_not_needed_are_answered_with_why():
+    for name, why in {
+        "s3_express": "known by its name",
+        "aws_s3_express": "known by its name",
+        "conditional_put": "tried out",
+        "aws_conditional_put": "tried out",
+        "bucket": "the URL names the bucket",
+        "aws_bucket": "the URL names the bucket",
+        "max_retries": "TransferConfig(max_retries",
+        "retry_timeout": "TransferConfig(retry_timeout_seconds",
+        "timeout": "TransferConfig(request_timeout_seconds",
+        "connect_timeout": "TransferConfig(connect_timeout_seconds",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            StoreSpec("s3://bucket", {name: "x"})
+        assert "no need for it" in str(caught.value) and why in str(caught.value), name
+
+
+def test_of_a_foreign_scheme_only_well_known_options_are_no_secrets():
+    public = (
+        "account_name anon auto_mkdir default_location endpoint_override endpoint_type endpoint_url"
+        " host port profile project project_id protocol region region_name timeout use_ssl verify"
+    )
+    assert not any(is_secret(name, "x", foreign=True) for name in public.split())
+    for name, value in (("user", "x"), ("host", "a@b"), ("host", "b?sig=1"), ("host", {"a": 1})):
+        assert is_secret(name, value, foreign=True), (name, value)
+    assert is_secret("fs") and is_secret("fs", foreign=True)
+    assert is_secret("token", "ya29.x") and is_secret("token", {}) and is_secret("token")
+    assert not any(is_secret("token", how) for how in ("anon", "google_default", "cloud"))
+    assert not is_secret("region", "ya29.x")
+    nested = {"key": "k", "client_kwargs": {"aws_access_key_id": "k", "region_name": "r"}}
+    assert secret_names(nested) == ["aws_access_key_id", "key"]
+    assert secret_names({"z": {"key": "k"}, "a": "x"}, foreign=True) == ["a", "z"]
+    shown = {"client_kwargs": {"region_name": "r"}}
+    assert public_options(nested, mask=False) == shown
+    masked = {"key": "***", "client_kwargs": {"aws_access_key_id": "***", "region_name": "r"}}
+    assert public_options(nested, mask=True) == masked
+    assert public_options({"fs": 7}, mask=True) == {"fs": "<int>"}
+
+
+def test_options_of_a_foreign_scheme_are_copied_without_those_of_none():
+    given = {"host": "h", "nested": {"a": None}, "port": None}
+    checked = check_options("sftp", given)
+    assert checked == {"host": "h", "nested": {"a": None}}
+    assert checked["nested"] is not given["nested"]
+    assert check_options("sftp", None) == {}
+    assert check_options("sftp", {"fs": None}) == {}
+    for wrong, says in ((["host"], "mapping"), ({7: "x"}, "must be str")):
+        with pytest.raises(ConfigError, match=says):
+            check_options("sftp", wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("scheme", OTHERS_NAMES)
 def test_the_name_that_another_tool_has_for_an_option_is_answered_with_ours(scheme):
     for line in OTHERS_NAMES[scheme].strip().splitlines():
@@ -213,7 +271,7 @@ def test_an_azure_identity_without_its_secret_is_refused_unless_pickled(monkeypa
         ("s3://bucket", "s3://bucket"),
         ("s3://bucket/", "s3://bucket"),
         ("S3://bucket/a/b/", "s3://bucket/a/b"),
-        ("s3://bucket/a b%20c?d#e", "s3://bucket/a b%20c?d#e"),
+        ("s3://bucket/a b%20c?d#e\\f", "s3://bucket/a b%20c?d#e\\f"),
         ("gs://my_bucket.example/x", "gs://my_bucket.example/x"),
         ("gcs://bucket/x", "gs://bucket/x"),
         ("file:///tmp/x/", "file:///tmp/x"),
@@ -236,6 +294,15 @@ def test_urls_are_taken_literally_and_brought_to_one_form(url, normal):
         ("", "no scheme"),
         ("s4://bucket/x", "did you mean s3://?"),
         ("s3a://bucket/x", "did you mean s3://?"),
+        ("s3n://bucket/x", "did you mean s3://?"),
+        ("wasb://box/x", "did you mean az://?"),
+        ("adl://box/x", "did you mean az://?"),
+        ("mem://x", "did you mean memory://?"),
+        ("quuux://host/x", "; known are s3://"),
+        ("data://x", "unknown scheme"),
+        ("AKIA:hunter2@s3://bucket/x", "'***@s3://bucket/x' has no scheme"),
+        ("/tmp/a://b", "no scheme"),
+        ("s3:/", "no scheme"),
         ("minio://bucket/x", "did you mean s3://?"),
         ("gcss://bucket/x", "did you mean gcs://?"),
         ("flie:///x", "did you mean file://?"),
@@ -251,6 +318,9 @@ def test_urls_are_taken_literally_and_brought_to_one_form(url, normal):
         ("s3://arn:aws:s3:eu-west-1:1:accesspoint/a/x", "alias"),
         ("file://relative/x", "file:///path"),
         ("file:///", "root of the file system"),
+        ("file://me@host/x", "'***@host/x' names a user"),
+        ("file://localhost", "file:///path"),
+        ("s3://?sig=1", "'s3://?***'"),
         ("file:/tmp/x", "write 'file:///tmp/x'"),
         ("https://b.s3.amazonaws.com/run/1?X-Amz-Signature=1", "write 's3://b/run/1'"),
         ("https://b.s3.eu-west-1.amazonaws.com", "write 's3://b'"),
@@ -269,6 +339,14 @@ def test_a_bad_url_is_refused_with_the_way_out(url, says):
     with pytest.raises(InvalidUrlError) as caught:
         open_store(url)
     assert says in str(caught.value)
+    assert not is_supported_url(url)
+
+
+def test_a_prefix_to_list_is_empty_or_ends_in_a_slash():
+    assert [check_prefix(prefix) for prefix in ("", "a/", "a/b/")] == ["", "a", "a/b"]
+    for wrong in ("a", "/", "a//", "../"):
+        with pytest.raises(InvalidUrlError):
+            check_prefix(wrong)
 
 
 def test_a_state_in_the_place_of_the_url_is_told_where_it_belongs():

@@ -7,16 +7,16 @@ import secrets
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from dcp_objstore.config import TransferConfig
+from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import CorruptDataError, PermissionDeniedError, StoreUnavailableError
 from dcp_objstore.stores.admission.limiter import RETRY_BUDGET, Limiter
 from dcp_objstore.stores.errors import ErrorDetails, Failure
 from dcp_objstore.stores.retries import (
     FIRST_PATIENCE_SECONDS,
-    SMALL_BYTES,
     Requests,
     RetryPolicy,
     Tries,
@@ -98,6 +98,8 @@ def test_pauses_double_up_to_the_longest_and_differ_between_clients():
         assert most / 2 <= min(found) < 0.6 * most
         assert 0.9 * most < max(found) <= most
     assert policy.pause_seconds(5000) <= 10
+    # However many there were, a power of 2 can be had.
+    assert 2**29 <= RetryPolicy(None, 1.0, 1.0, 1e12).pause_seconds(5000) < 2**30
 
 
 def test_a_pause_leaves_the_programs_random_numbers_alone():
@@ -116,6 +118,11 @@ def test_no_retry_begins_after_the_patience_has_ended():
     with pytest.raises(StoreUnavailableError):
         Tries(RetryPolicy(None, 20.0), clock=clock).run(ask, Server().judge)
     assert began[-1] == 20.0
+    tries = Tries(RetryPolicy(None, 20.0), clock=clock)
+    clock.now += 20.0
+    assert not tries.pause()
+    tries.restart_clock()
+    assert tries.pause()
 
 
 def test_a_request_that_succeeds_at_last_is_answered_and_each_retry_is_reported():
@@ -128,6 +135,17 @@ def test_a_request_that_succeeds_at_last_is_answered_and_each_retry_is_reported(
     )
     assert answer == "answer"
     assert told == [2, 3, 4]
+    # A pause that follows no error is no retry of a request.
+    assert Tries(RetryPolicy(10, 60), clock=Clock(), on_retry=Mock(side_effect=KeyError)).pause()
+
+
+def test_each_try_waits_for_its_turn_at_the_limiter():
+    limiter = Mock(spec=Limiter)
+    run(Server(failures=2), RetryPolicy(10, 60), Clock(), limiter=limiter)
+    run(Server(failures=2), RetryPolicy(10, 60), Clock(), limiter=limiter, refunds=True)
+    names = [name for name, *_ in limiter.method_calls]
+    tries = ["wait_turn", "spend_retry", "wait_turn", "spend_retry", "wait_turn"]
+    assert names == [*tries, *tries, "refund_retry", "note_latency"]
 
 
 @pytest.mark.parametrize("kind", [PermissionDeniedError, CorruptDataError])
@@ -162,6 +180,9 @@ def test_what_must_not_be_sent_twice_is_sent_again_only_if_it_had_no_effect(deta
     with pytest.raises((StoreUnavailableError, OSError)):
         Tries(RetryPolicy(3, 60), clock=Clock()).run(server.ask, server.judge, repeatable=False)
     assert server.requests == sent
+    with pytest.raises(StoreUnavailableError):
+        run(server := Server(**details), RetryPolicy(3, 60), Clock())
+    assert server.requests == 4
 
 
 def test_retries_of_all_requests_end_with_the_budget_that_they_share():
@@ -173,6 +194,8 @@ def test_retries_of_all_requests_end_with_the_budget_that_they_share():
         found = str(caught.value)
     assert server.requests == 30 + RETRY_BUDGET
     assert "share are used up" in found
+    run(Server(failures=0), RetryPolicy(10, 1e9), Clock(), limiter=limiter)
+    assert not limiter.spend_retry(), "the answers to transfers are noted by their slots"
 
 
 def test_a_request_that_may_not_be_sent_again_takes_nothing_from_the_budget():
@@ -248,11 +271,11 @@ def test_only_a_sign_of_life_gets_all_the_patience(clock, details, answered, mon
     ("verb", "size_bytes", "settings", "seconds"),
     [
         ("get", 0, {}, 3),
-        ("put", SMALL_BYTES, {}, 3),
-        ("put", SMALL_BYTES + 1, {}, 60),
+        ("put", 4 * MIB, {}, 3),
+        ("put", 4 * MIB + 1, {}, 60),
         ("open_range", 0, {}, 60),
         ("get", 0, {"retry_timeout_seconds": 2}, 2),
-        ("put", SMALL_BYTES + 1, {"retry_timeout_seconds": 2}, 2),
+        ("put", 4 * MIB + 1, {"retry_timeout_seconds": 2}, 2),
     ],
 )
 def test_small_requests_have_a_third_of_the_stall_time_out(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -25,6 +26,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import StoreSpec, open_store
 from dcp_objstore.stores.local import LocalStore
+from dcp_objstore.stores.spec import options_of_other
 from dcp_objstore.stores.urls import is_supported_url, parse_url
 
 SECRETS = ("AKIA-secret-0", "hunter2-secret-1", "session-secret-2")
@@ -111,6 +113,49 @@ def test_clients_are_shared_by_specs_that_agree(no_aws):
     assert clients(spec) is not clients(StoreSpec("s3://bucket/x", {**OPTIONS, "secret": "other"}))
     patient = TransferConfig(max_retries=20)
     assert clients(spec) is not clients(StoreSpec("s3://bucket/x", OPTIONS, patient))
+
+
+def test_specs_are_equal_by_url_options_and_settings():
+    spec, patient = StoreSpec("s3://bucket/x", NESTED), TransferConfig(max_retries=20)
+    others = [
+        StoreSpec("s3://bucket/y", NESTED),
+        StoreSpec("s3://bucket/x", OPTIONS),
+        StoreSpec("s3://bucket/x", NESTED, patient),
+    ]
+    assert spec == StoreSpec("s3://bucket/x/", dict(NESTED))
+    assert not any(spec == other for other in [*others, spec.url])
+    assert len({spec, StoreSpec("s3://bucket/x", dict(NESTED)), *others}) == 4
+    stripped = pickle.loads(pickle.dumps(StoreSpec("s3://bucket/x", OPTIONS, patient)))
+    moved = stripped.at("s3://bucket/y")
+    assert (moved.config, moved.stripped) == (patient, ("key", "secret", "token"))
+    assert pickle.loads(pickle.dumps(moved)).stripped == moved.stripped
+    assert moved.child("") is moved
+    with pytest.raises(ConfigError, match="must be a TransferConfig, got dict"):
+        StoreSpec("s3://bucket/x", None, {"max_retries": 2})  # type: ignore[arg-type]
+
+
+def test_options_go_over_to_another_url_of_the_same_scheme_that_has_none():
+    for given, url, other, expected in (
+        (None, "s3://a", "s3://b", OPTIONS),
+        (None, "s3://a", "gs://b", None),
+        (None, "s3://a", Path("/b"), None),
+        ({}, "s3://a", "s3://b", {}),
+        (NESTED, "s3://a", "gs://b", NESTED),
+    ):
+        assert options_of_other(given, url, OPTIONS, other) == expected, (given, url, other)
+
+
+def test_clients_are_made_anew_where_a_providers_variable_has_changed(monkeypatch):
+    def clients() -> object:
+        return open_store("memory://variables")._clients  # type: ignore[attr-defined]
+
+    for prefix in ("AWS_", "GOOGLE_", "CLOUDSDK_", "AZURE_", "STORAGE_EMULATOR_", "SSL_CERT_"):
+        before = clients()
+        monkeypatch.setenv(f"{prefix}X", "1")
+        assert clients() is not before, prefix
+        assert clients() is clients()
+    monkeypatch.setenv("AWX_X", "1")
+    assert clients() is clients()
 
 
 @pytest.mark.parametrize(
@@ -237,10 +282,13 @@ def test_a_transport_given_twice_must_be_the_same():
 
 @pytest.mark.parametrize("url", ["gs://bucket/x", "file:///tmp/x", "memory://x"])
 def test_a_transport_that_does_not_carry_a_scheme_is_refused(url):
-    with pytest.raises(ConfigError, match="'boto3' does not carry"):
+    with pytest.raises(ConfigError, match=r"'boto3' does not carry .*; use 'native' or 'fsspec'"):
         StoreSpec(url, {"transport": "boto3"})
     with pytest.raises(ConfigError, match="'boto3' does not carry"):
         StoreSpec(url, None, TransferConfig(transport="boto3"))
+    given = {"fs": fsspec.filesystem("file")}
+    with pytest.raises(ConfigError, match="; use 'fsspec'"):
+        StoreSpec("file:///tmp/x", {**given, "transport": "boto3"})
 
 
 def test_an_unknown_transport_is_refused():
@@ -297,6 +345,7 @@ def test_urls_that_fsspec_knows_are_taken_literally(url, normal):
         ("smb://domain;user:hunter2@host/x", "password"),
         ("oss://bucket/a//b", "empty"),
         ("oss://bucket/../b", "segment"),
+        ("oss://../b", "segment"),
         ("oss://", "names no place"),
         ("simplecache::s3://bucket/x", "storage_options={'fs'"),
         ("zip://inner::s3://bucket/x.zip", "segment"),

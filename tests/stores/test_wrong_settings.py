@@ -15,7 +15,6 @@ from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.endpoint import server_url
-from dcp_objstore.stores.obstore.errors import translate_panic
 from dcp_objstore.stores.options import parse
 from dcp_objstore.stores.s3.endpoint import s3_checksum
 from dcp_objstore.stores.s3.options import S3Options
@@ -154,14 +153,6 @@ def test_a_panic_of_obstore_is_an_error_of_ours_that_travels(verb, monkeypatch):
     assert type(caught.value.__cause__).__name__ == "PanicException"
     assert "InvalidHeaderValue" in str(pickle.loads(pickle.dumps(caught.value)))
     assert "SECRET" not in str(caught.value)
-
-
-def test_a_panic_for_another_reason_keeps_its_text_and_other_exceptions_are_none():
-    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
-    found = translate_panic(panic("index out of bounds"))
-    assert type(found) is DcpObjstoreError
-    assert "index out of bounds" in str(found)
-    assert translate_panic(KeyboardInterrupt()) is None
 
 
 def save_or_load(
