@@ -38,6 +38,9 @@ from dcp_objstore.stores.errors import (
     ErrorDetails,
     Failure,
     Meaning,
+    causes,
+    check_no_page,
+    is_of,
     judge,
     kind_of_answer,
     kind_of_builtin,
@@ -346,6 +349,9 @@ def test_each_error_begins_with_what_it_means_and_some_say_what_to_do():
         assert error.message.startswith(words) and error.message.endswith(": said"), kind
         assert (advice in (error.advice or "")) if advice else error.advice is None, kind
         assert (error.status, error.code) == (400, None)
+    own = StoreUnavailableError("of ours")
+    failure = judge(own, lambda _: pytest.fail("it needs no reading"))
+    assert failure.error is own and failure.may_pass
     unasked = ErrorDetails(text="", meaning=Meaning(CredentialsError))
     assert "there are no credentials" in judge(RuntimeError(), lambda _: unasked).error.message
     assert words_for(StoreFullError) == "the store is full, or a quota is reached"
@@ -412,6 +418,34 @@ def test_an_element_with_what_was_signed_is_left_out_of_an_error(element):
 )
 def test_a_field_with_a_credential_or_signature_is_hidden_wherever_it_stands(text, shown):
     assert redacted(text) == shown
+
+
+def test_the_causes_of_an_error_are_followed_in_order_and_each_once():
+    first, second, third = OSError("1"), OSError("2"), OSError("3")
+    first.__cause__, second.__cause__, third.__cause__ = second, third, first
+    second.__context__ = OSError("of another request")
+    assert list(causes(first)) == [first, second, third]
+    # urllib3 keeps some in its arguments, and in `reason`.
+    kept, reason = OSError("Signature=SECRET"), OSError("sig=SECRET")
+    outer = RuntimeError("no", kept)
+    outer.reason = reason  # type: ignore[attr-defined]
+    redact(outer)
+    assert "SECRET" not in f"{kept} {reason}"
+
+
+def test_a_class_is_known_by_its_library_wherever_it_stands_there():
+    base = type("Base", (Exception,), {"__module__": "library.deep.down"})
+    derived = type("Derived", (base,), {"__module__": "mine"})
+    assert is_of(derived, "library.Base") and is_of(derived, "other", "library")
+    assert is_of(derived, "mine.Derived") and is_of(base, "library.Base")
+    assert not is_of(base, "library.Other", "deep", "library.deep.Base", "mine.Derived")
+
+
+def test_a_page_of_html_is_no_stores_answer():
+    check_no_page("application/xml")
+    check_no_page(None)
+    with pytest.raises(ConfigError, match="does not look like a store"):
+        check_no_page("text/html; charset=utf-8")
 
 
 # --- what obstore says, by which nothing else but its class tells errors apart

@@ -11,6 +11,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
@@ -25,6 +26,7 @@ from dcp_objstore.checkpoint.names import (
 )
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import (
+    CorruptDataError,
     InputError,
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -34,7 +36,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.run.sweep import sweep
 from dcp_objstore.stores import IfAbsent, IfVersion, ObjectStore, StoreSpec, local, open_store
-from dcp_objstore.stores.protocol import CopySource
+from dcp_objstore.stores.protocol import CopySource, UnfinishedUpload
 from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.stores.spec import open_uploads
 from tests.contract import keys, read
@@ -125,6 +127,67 @@ def test_an_upload_that_ends_while_it_is_listed_or_aborted_is_no_error(root, mon
     uploads.abort(one)
     uploads.abort(one)
     assert names(root) == []
+
+
+def test_uploads_are_listed_by_the_names_of_their_objects_below_a_folder(root):
+    start = ".dcp-objstore.tmp."
+    for name in (f"a/{start}0.x.y", f"a/b/{start}1.z", f"{start}2.", "a/k", ".dcp-objstore.lock"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"12")
+        os.utime(root / name, (1e9, 1e9))
+    uploads = local.LocalUploads(root)
+    written = datetime(2001, 9, 9, 1, 46, 40, tzinfo=UTC)
+    assert uploads.list() == [
+        UnfinishedUpload(f"{start}2.", f"{start}2.", written, 2),
+        UnfinishedUpload("a/x.y", f"a/{start}0.x.y", written, 2),
+        UnfinishedUpload("a/b/z", f"a/b/{start}1.z", written, 2),
+    ]
+    assert [upload.key for upload in uploads.below("a").list()] == ["x.y", "b/z"]
+    for upload in uploads.below("a").list():
+        uploads.below("a").abort(upload)
+    assert names(root) == [".dcp-objstore.lock", f"{start}2.", "a/k"]
+    room = 255 - len(local.temporary_name(""))
+    assert local.temporary_name("x" * room).endswith(".x" + "x" * (room - 1))
+    assert local.temporary_name("x" * (room + 1)).endswith(".")
+
+
+def test_a_call_that_takes_a_part_of_the_bytes_is_repeated_for_the_rest(store, monkeypatch):
+    write, copy_range = os.write, os.copy_file_range
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:3]))
+    monkeypatch.setattr(
+        os, "copy_file_range", lambda fd, to, count, start: copy_range(fd, to, min(3, count), start)
+    )
+    version = store.put("k", [b"01234567", b"", b"89"])
+    assert read(store, "k") == b"0123456789"
+    moved: list[int] = []
+
+    def copy(start: int, end: int) -> None:
+        source = CopySource(f"{store.url}/k", start, end, version)
+        store.copy("c", [source], part_size_bytes=5, max_concurrency=1, moved=moved.append)
+
+    copy(1, 9)
+    assert (read(store, "c"), moved) == (b"12345678", [4, 4])
+    with pytest.raises(CorruptDataError, match="ends at 10, before 11"):
+        copy(8, 11)
+    assert keys(store) == ["c", "k"]
+    with store.open_range("k", 0, 10) as body:
+        monkeypatch.undo()
+        body.readinto(memoryview(bytearray(4)))
+        (Path(store.url.removeprefix("file://")) / "k").write_bytes(b"0123")
+        with pytest.raises(CorruptDataError, match="ends at 4"):
+            body.readinto(memoryview(bytearray(4)))
+    with pytest.raises(ObjectNotFoundError):
+        store.head("k/below")
+    store.delete("k/below")
+    assert keys(store) == ["c", "k"]
+
+
+def test_the_lock_of_a_folder_can_be_removed_by_who_has_it(store, root):
+    store.remove_lock()  # there is no folder yet
+    store.put("k", b"x")
+    store.put("k", b"y")
+    store.remove_lock()
+    assert names(root) == ["k"]
 
 
 @pytest.mark.parametrize(

@@ -142,10 +142,20 @@ def test_a_request_that_succeeds_at_last_is_answered_and_each_retry_is_reported(
 def test_each_try_waits_for_its_turn_at_the_limiter():
     limiter = Mock(spec=Limiter)
     run(Server(failures=2), RetryPolicy(10, 60), Clock(), limiter=limiter)
-    run(Server(failures=2), RetryPolicy(10, 60), Clock(), limiter=limiter, refunds=True)
+    clock, policy = Clock(), RetryPolicy(10, 60)
+    server = Server(failures=2)
+
+    def ask() -> str:
+        clock.now += 0.25
+        return server.ask()
+
+    tries = Tries(policy, clock=clock, limiter=limiter, refunds=True)
+    assert tries.run(ask, server.judge) == "answer"
+    limiter.note_latency.assert_called_once_with(0.25)
+    assert run(Server(failures=0), policy, clock, refunds=True) == "answer"
     names = [name for name, *_ in limiter.method_calls]
-    tries = ["wait_turn", "spend_retry", "wait_turn", "spend_retry", "wait_turn"]
-    assert names == [*tries, *tries, "refund_retry", "note_latency"]
+    calls = ["wait_turn", "spend_retry", "wait_turn", "spend_retry", "wait_turn"]
+    assert names == [*calls, *calls, "refund_retry", "note_latency"]
 
 
 @pytest.mark.parametrize("kind", [PermissionDeniedError, CorruptDataError])
@@ -225,6 +235,16 @@ def test_a_throttled_request_slows_the_process_down_and_the_error_says_so(clock)
 def requests_to(server: Server, **settings: Any) -> Requests:
     config = TransferConfig(**settings)
     return Requests(config, server.judge, None, StoreUrl("s3", secrets.token_hex(4), ""))
+
+
+def test_a_body_that_broke_off_may_be_asked_for_again_unless_it_is_no_outage(clock):
+    requests = requests_to(Server(status=None))
+    tries = requests.tries("open_range", "k")
+    requests.wait_to_try_again(tries, OSError("broke off"), clock.now)
+    assert tries.retries == 1
+    with pytest.raises(CorruptDataError, match="another range"):
+        requests.wait_to_try_again(tries, CorruptDataError("another range"), clock.now)
+    assert tries.retries == 1
 
 
 def seconds_of(request: Callable[[], object], clock: Clock) -> float:
