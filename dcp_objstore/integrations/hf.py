@@ -52,12 +52,12 @@ T = TypeVar("T")
 _TRAINER_STATE = "trainer_state.json"
 _SCHEDULER = "scheduler.pt"
 # Arguments of `CheckpointManager` by which it would save; here only the Trainer does.
-_TRAINERS_OWN = ("save_every", "save_last")
-# What accelerate and the Trainer load by `torch.load(weights_only=True)`.
-_LOADED = re.compile(
+_REFUSED_OPTIONS = ("save_every", "save_last")
+# The names of files that accelerate and the Trainer unpickle, by `torch.load(weights_only=True)`.
+_UNPICKLED = re.compile(
     r"(random_states|rng_state|scheduler|sampler|dl_state_dict|scaler)[^/]*\.(pt|pth|bin|pkl)"
 )
-_OWN_CHECKPOINTS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
+_WITH_OWN_CHECKPOINTS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
 def _read_files(folder: Path) -> dict[str, bytes]:
@@ -77,6 +77,7 @@ def _write_files(
         UntrustedPickleError: a file that torch is to unpickle is not what `torch.save` writes.
     """
     rank, _ = rank_and_world_size()
+    # What is written last counts. A rank that the save did not have writes no files of its own.
     for files in (*reversed(of_ranks), *of_ranks[rank : rank + 1]):
         if not (
             isinstance(files, Mapping)
@@ -91,7 +92,7 @@ def _write_files(
             path = folder / name
             if ".." in path.parts or not path.is_relative_to(folder):
                 raise CheckpointCorruptError(f"{name!r} is no name of a file here", key="files")
-            if _LOADED.fullmatch(path.name) and not trust_pickle:
+            if _UNPICKLED.fullmatch(path.name) and not trust_pickle:
                 check_vetted(body, f"files, {name}")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(body)
@@ -125,7 +126,7 @@ def accelerator_state(accelerator: Any, *, trust_pickle: bool = False) -> dict[s
         UnsupportedError: DeepSpeed, Megatron-LM or XLA, which have their own checkpoints.
     """
     kind = accelerator.distributed_type.value
-    if kind in _OWN_CHECKPOINTS:
+    if kind in _WITH_OWN_CHECKPOINTS:
         raise UnsupportedError(
             f"an Accelerator under {kind} keeps its own checkpoints; use DDP, FSDP1 or FSDP2"
         )
@@ -151,11 +152,13 @@ class _AcceleratorFiles(PerRank):
         self._trust_pickle = trust_pickle
 
     def to_save(self) -> dict[str, Any]:
+        """Return this rank's files, as accelerate writes them now."""
         with self._without_tensors() as folder:
             self.value.save_state(str(folder))
             return {own_name(): (_read_files(folder),)}
 
     def fill(self, loaded: Mapping[str, tuple[Any, ...]]) -> None:
+        """Let accelerate load the files of all ranks."""
         from accelerate.utils import load as load_file
 
         super().fill(loaded)
@@ -176,15 +179,16 @@ class _AcceleratorFiles(PerRank):
     def _without_tensors(self) -> Iterator[Path]:
         """Take models and optimizers from the Accelerator for a block; yield a new folder."""
         accelerator, project = self.value, self.value.project_configuration
-        held = accelerator._models, accelerator._optimizers, project.automatic_checkpoint_naming
+        models, optimizers = accelerator._models, accelerator._optimizers
+        is_automatic = project.automatic_checkpoint_naming
         accelerator._models, accelerator._optimizers = [], []
         project.automatic_checkpoint_naming = False  # it would write to another folder
         try:
             with tempfile.TemporaryDirectory(prefix="dcp-objstore-") as folder:
                 yield Path(folder)
         finally:
-            accelerator._models, accelerator._optimizers = held[:2]
-            project.automatic_checkpoint_naming = held[2]
+            accelerator._models, accelerator._optimizers = models, optimizers
+            project.automatic_checkpoint_naming = is_automatic
 
 
 # --- Trainer
@@ -251,7 +255,7 @@ def with_object_store(trainer: T, url: str, *, background: bool = False, **optio
             )
     if isinstance(trainer, _ObjectStoreTrainer):
         raise ConfigError("this Trainer has a run already", url=url)
-    changed: Any = trainer
+    changed: Any = trainer  # the same object: mypy does not know its attributes
     args = changed.args
     if "://" in args.output_dir:
         raise ConfigError(
@@ -278,6 +282,7 @@ class _SaveTotalLimit(RetentionPolicy):
     limit: int
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
+        """Return the newest steps; if the best is not among them, it takes the place of one."""
         latest = KeepLatest(self.limit).keeps(steps)
         best = max(steps, key=lambda facts: facts.step).metric("best_step")
         if best is None or int(best) in latest:
@@ -292,15 +297,15 @@ class _TrainerRun:
         manager: the manager of the current or last `train`.
         scratch: folder of this rank for what the Trainer takes for its checkpoints; None if `train`
             does not run.
-        loads: URL of the step to load tensors from; None if training starts, or goes on from a
-            local folder.
+        resumed_url: URL of the step to load tensors from; None if training starts, or goes on from
+            a local folder.
     """
 
     def __init__(
         self, trainer: Any, url: str, background: bool, options: Mapping[str, Any]
     ) -> None:
         """Refuse the options that are the Trainer's own, and make the first manager."""
-        refused = [name for name in _TRAINERS_OWN if options.get(name) is not None]
+        refused = [name for name in _REFUSED_OPTIONS if options.get(name) is not None]
         if refused:
             raise ConfigError(
                 f"with_object_store takes no {' and no '.join(refused)}: the Trainer says when to"
@@ -322,12 +327,13 @@ class _TrainerRun:
         }
         self.manager = CheckpointManager(url, **self._options)  # refuses wrong arguments now
         self.scratch: Path | None = None
-        self.loads: str | None = None
-        self._last_step: int | None = None
-        self._best: str | None = None
-        self._pending: AsyncSaveHandle | None = None
-        self._adapted: tuple[Any, ...] = ()
+        self.resumed_url: str | None = None
+        self._last_step: int | None = None  # the one that was saved or resumed from last
+        self._best: str | None = None  # `best_model_checkpoint` of the step that is resumed from
+        self._pending: AsyncSaveHandle | None = None  # the last save in the background
+        # The state of a PEFT model, and the model and names of adapters of which it was made.
         self._adapters: dict[str, Any] = {}
+        self._adapters_of: tuple[Any, ...] = ()
 
     @contextmanager
     def training(self, wanted: str | bool | None) -> Iterator[str | None]:
@@ -339,7 +345,7 @@ class _TrainerRun:
         Yields:
             A local folder for the Trainer to resume from; None to start training.
         """
-        self.loads = self._last_step = self._best = self._pending = None
+        self.resumed_url = self._last_step = self._best = self._pending = None
         with (
             tempfile.TemporaryDirectory(prefix="dcp-objstore-") as scratch,
             CheckpointManager(self.manager.url, **self._options) as self.manager,
@@ -361,15 +367,15 @@ class _TrainerRun:
             if step is None:
                 logger.warning("%s has no step to resume from; training starts", run.url)
                 return None
-            self.loads = step_url(run.url, step)
+            self.resumed_url = step_url(run.url, step)
         elif isinstance(wanted, str) and "://" in wanted:
             parent, name = StoreSpec(wanted).parent()
             step = step_number(name)
             if parent is not None and parent.url == run.url and step is not None:
-                run.load({"files": files}, step)
+                run.load({"files": files}, step)  # then later steps of the run stop counting
             else:
                 self._load({"files": files}, wanted)
-            self.loads = wanted
+            self.resumed_url = wanted
         else:
             newest = run.latest()
             if newest is not None:
@@ -389,7 +395,7 @@ class _TrainerRun:
                 "training cannot go on from this checkpoint: no Trainer saved it, or one with"
                 " save_only_model. To start from its weights, load them by"
                 ' dcp_objstore.load({"model": model}, url)',
-                url=self.loads,
+                url=self.resumed_url,
             )
         state = json.loads((folder / _TRAINER_STATE).read_text())
         self._last_step = state["global_step"]
@@ -400,9 +406,9 @@ class _TrainerRun:
 
     def load_tensors(self) -> None:
         """Load the model and the optimizer, once they are wrapped."""
-        assert self.loads is not None
+        assert self.resumed_url is not None
         state = {"model": self._model()["model"], "optimizer": self._optimizer()}
-        self._load(state, self.loads)
+        self._load(state, self.resumed_url)
         self._trainer.state.best_model_checkpoint = self._best
 
     def load_model(self, url: str) -> None:
@@ -412,6 +418,7 @@ class _TrainerRun:
         self._load({"model": self._model()["model"]}, url)
 
     def _load(self, state: dict[str, Any], url: str) -> None:
+        """Load a step, which may be of another run, with the run's options for loads."""
         names = ("storage_options", "config", "verify", "trust_pickle", "on_event", "local")
         options = {name: self._options[name] for name in names if name in self._options}
         load(state, url, progress=False, **options)
@@ -421,9 +428,9 @@ class _TrainerRun:
         model = self._trainer.model
         if not is_peft(model):
             return {"model": model}
-        known = model, tuple(model.peft_config)
-        if self._adapted != known:  # for each description, PEFT may ask the Hub
-            self._adapted, self._adapters = known, peft_state(model)
+        adapters_of = model, tuple(model.peft_config)
+        if self._adapters_of != adapters_of:  # for each description, PEFT may ask the Hub
+            self._adapters_of, self._adapters = adapters_of, peft_state(model)
         return self._adapters
 
     def _optimizer(self) -> Any:
@@ -443,6 +450,7 @@ class _TrainerRun:
         assert self.scratch is not None
         write()
         folder = self.scratch / f"checkpoint-{step}"
+        # The Trainer has written the name of this folder for the best step.
         if trainer.state.best_global_step == step:
             trainer.state.best_model_checkpoint = step_url(self.manager.url, step)
             if trainer.args.should_save:
@@ -504,6 +512,7 @@ class _ObjectStoreTrainer:
             )
 
     def _get_output_dir(self, trial: Any) -> str:
+        """Return the folder below which the Trainer writes its checkpoints."""
         if self._object_store.scratch is None:
             return super()._get_output_dir(trial)  # type: ignore[misc, no-any-return]
         return str(self._object_store.scratch)
@@ -512,29 +521,35 @@ class _ObjectStoreTrainer:
         self._object_store.save(partial(super()._save_checkpoint, model, trial))  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model to a local folder, as `Trainer.save_model` does."""
+        """Save the model to a local folder, as `Trainer.save_model` does.
+
+        For a checkpoint, write only the small files beside the weights.
+        """
         scratch, trainer = self._object_store.scratch, cast(Any, self)
         if scratch is None or not Path(output_dir or ".").is_relative_to(scratch):
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         elif trainer.args.should_save:
             Path(output_dir or "").mkdir(parents=True, exist_ok=True)
             names = () if is_peft(trainer.model) else ("config", "generation_config")
-            parts = [getattr(trainer.model, name, None) for name in names]
-            for part in (*parts, trainer.processing_class):
-                if hasattr(part, "save_pretrained"):
-                    part.save_pretrained(output_dir)
+            configs = [getattr(trainer.model, name, None) for name in names]
+            for writes_itself in (*configs, trainer.processing_class):
+                if hasattr(writes_itself, "save_pretrained"):
+                    writes_itself.save_pretrained(output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write the scheduler alone; the optimizer is saved as tensors."""
         trainer = cast(Any, self)
         if trainer.args.should_save:
             torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self._object_store.loads is None:
+        """Load nothing for a step of a run: `load_tensors` does, when the model is wrapped."""
+        if self._object_store.resumed_url is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self._object_store.loads is None or checkpoint is None:
+        """Load the tensors of a step, and its scheduler."""
+        if self._object_store.resumed_url is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         self._object_store.load_tensors()
@@ -542,6 +557,7 @@ class _ObjectStoreTrainer:
         cast(Any, self).lr_scheduler.load_state_dict(scheduler)
 
     def _load_best_model(self) -> None:
+        """Load the best step's model at the end of `train`."""
         best = cast(Any, self).state.best_model_checkpoint
         if "://" in best:
             self._object_store.load_model(best)

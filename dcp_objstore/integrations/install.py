@@ -93,6 +93,7 @@ def _redirect(path: object) -> _Redirect | None:
 
 
 def _url(path: object) -> str | None:
+    """Return the URL that a path stands for; None if the path stays torch's."""
     redirect = _redirect(path)
     return None if redirect is None else redirect.url
 
@@ -105,12 +106,18 @@ def installed_spec(path: object) -> StoreSpec | None:
     return StoreSpec(url, settings.storage_options, settings.config)
 
 
-def for_urls(ours: Callable[..., Any], original: Callable[..., Any], at: int = 0) -> Any:
-    """Call one of our functions, with the store first, if the argument `at` is an installed URL."""
+def for_urls(ours: Callable[..., Any], original: Callable[..., Any], position: int = 0) -> Any:
+    """Return a function that calls `ours`, with the store first, for an installed URL.
+
+    Args:
+        ours: our function.
+        original: the function for other arguments.
+        position: the position of the argument that may be a URL.
+    """
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        spec = installed_spec(args[at]) if len(args) > at else None
+        spec = installed_spec(args[position]) if len(args) > position else None
         return original(*args, **kwargs) if spec is None else ours(spec, *args, **kwargs)
 
     return call
@@ -282,6 +289,7 @@ def _new(owner: Any, make: _Replacement) -> Callable[..., object]:
 
 
 def _validate(owner: Any) -> Callable[[type, Any], bool]:
+    """Return a `validate_checkpoint_id` that accepts a URL that is ours, too."""
     original = owner.validate_checkpoint_id.__func__
 
     def validate_checkpoint_id(cls: type, checkpoint_id: Any) -> bool:
@@ -316,6 +324,7 @@ def _writer(settings: _Settings, url: str, arguments: Mapping[str, Any]) -> Inst
 
 
 def _reader(settings: _Settings, url: str, arguments: Mapping[str, Any]) -> InstalledReader:
+    """Make the reader that takes the place of a FileSystemReader with these arguments."""
     reader = InstalledReader(
         storage_options={**settings.storage_options, **arguments.get("kwargs", {})},
         config=settings.config,
@@ -355,7 +364,7 @@ def _with_writer(save: Callable[..., Any]) -> Callable[..., Any]:
         if redirect := _redirect(checkpoint_id):
             if storage_writer is None:
                 storage_writer = _writer(*redirect, {})
-            # In its child, our writer could not tell that a path stands for a URL.
+            # A child has nothing installed: there, no path would be taken for a URL.
             if isinstance(storage_writer, ObjectStoreWriter):
                 checkpoint_id = redirect.url
         return save(*args, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **kwargs)

@@ -45,7 +45,9 @@ from dcp_objstore.write.async_save import AsyncSaveHandle, async_save
 
 T = TypeVar("T")
 
-_FULL = {"_state_dict_type": "full", "_save_distributed_checkpoint": False}
+# Attributes of strategies that save full checkpoints.
+_OF_FULL_CHECKPOINTS = {"_state_dict_type": "full", "_save_distributed_checkpoint": False}
+# The note of a checkpoint without optimizers, in its `user_metadata`.
 _WEIGHTS_ONLY = "weights_only"
 
 
@@ -112,13 +114,13 @@ def with_object_store(
         raise errors.ConfigError(
             f"with_object_store takes a Lightning Trainer or Fabric, got {type(trainer).__name__}"
         )
-    if not (_is(strategy, "ModelParallelStrategy") or _is(strategy, "FSDPStrategy")):
+    if not (_has_class(strategy, "ModelParallelStrategy") or _has_class(strategy, "FSDPStrategy")):
         raise errors.UnsupportedError(
             f"{type(strategy).__name__} saves no sharded checkpoints: rank 0 writes one file, also"
             " to s3:// if s3fs is installed",
             advice='use ModelParallelStrategy, or FSDPStrategy(state_dict_type="sharded")',
         )
-    if any(getattr(strategy, name, None) == value for name, value in _FULL.items()):
+    if any(getattr(strategy, name, None) == value for name, value in _OF_FULL_CHECKPOINTS.items()):
         raise errors.ConfigError(
             f"this {type(strategy).__name__} saves full checkpoints, from rank 0; make it with"
             ' state_dict_type="sharded" (ModelParallelStrategy: save_distributed_checkpoint=True)'
@@ -132,7 +134,7 @@ def with_object_store(
         on_event=on_event,
         local=local_of(local),
     )
-    if not hasattr(strategy, "remove_checkpoint"):
+    if not hasattr(strategy, "remove_checkpoint"):  # Fabric's
         _hook(strategy, _FabricStrategy(strategy, store))
         return trainer
     _hook(strategy, _TrainerStrategy(strategy, store))
@@ -141,8 +143,9 @@ def with_object_store(
 
 
 def _hook_callbacks(trainer: Any, store: _ObjectStore) -> None:
+    """Put hooks before the methods of the `ModelCheckpoint` callbacks."""
     for callback in trainer.checkpoint_callbacks:
-        if _is(callback, "ModelCheckpoint"):
+        if _has_class(callback, "ModelCheckpoint"):
             _hook(callback, _ModelCheckpoint(callback, store))
 
 
@@ -153,7 +156,7 @@ def _hook(target: Any, hooks: _Hooks) -> None:
             setattr(target, name, getattr(hooks, name))
 
 
-def _is(value: object, name: str) -> bool:
+def _has_class(value: object, name: str) -> bool:
     """Whether an object is of the class of this name of any of Lightning's packages."""
     return any(kind.__name__ == name for kind in type(value).__mro__)
 
@@ -193,7 +196,14 @@ class _Meta:
 
 @dataclass
 class _ObjectStore:
-    """The saves, loads and deletions of one Trainer or Fabric. All ranks call `save` and `load`."""
+    """The saves, loads and deletions of one Trainer or Fabric. All ranks call `save` and `load`.
+
+    Attributes:
+        access: the storage options and the `TransferConfig`.
+        deletions: deletes checkpoints, and their objects when the grace period is over.
+
+    The others are the arguments of `with_object_store`.
+    """
 
     background: bool
     deletions: Deletions
@@ -210,16 +220,16 @@ class _ObjectStore:
             "local": self.local,
             "progress": False,
         }
-        self._sweepers: dict[str, Retainer] = {}
-        self._pending: AsyncSaveHandle | None = None
-        self._deletions: list[Spawned] = []
+        self._sweepers: dict[str, Retainer] = {}  # by the URL of the run
+        self._pending: AsyncSaveHandle | None = None  # the save under way in the background
+        self._deletions: list[Spawned] = []  # those that may still run
 
     def save(
         self,
         url: str,
         parts: dict[str, Any],
         meta: Mapping[str, Any],
-        described: Mapping[str, object] | None = None,
+        user_metadata: Mapping[str, object] | None = None,
         run_url: str | None = None,
     ) -> None:
         """Save a checkpoint; then sweep its run, if that is known.
@@ -228,13 +238,13 @@ class _ObjectStore:
             url: the URL of the checkpoint.
             parts: what all ranks save together: the model and the optimizers.
             meta: what only rank 0 saves: the rest of Lightning's checkpoint.
-            described: the `user_metadata`.
+            user_metadata: what the marker says of it.
             run_url: the URL of the run. Default: not known.
         """
         self._finish_deletions()  # one may be that of an earlier checkpoint at this URL
         if not current_rank():
             parts = {**parts, META_KEY: _Meta(meta, trust_pickle=True)}
-        options: Any = {**self._transfer, "overwrite": True, "user_metadata": described}
+        options: Any = {**self._transfer, "overwrite": True, "user_metadata": user_metadata}
         if self.background:
             self._pending = async_save(parts, url, **options)
         else:
@@ -303,6 +313,7 @@ class _ObjectStore:
             self._finish_deletions()
 
     def _finish_deletions(self) -> None:
+        """Wait for the deletions, which raise no errors."""
         while self._deletions:
             self._deletions.pop().join()
 
@@ -320,10 +331,11 @@ class _Hooks:
         self._store = store
 
     def _original(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the object's own method: that of its class, which the hook hides."""
         return getattr(type(self._target), name)(self._target, *args, **kwargs)
 
     def _shared_path(self, path: object) -> tuple[Any, str | None]:
-        """Return the path of rank 0, and its URL."""
+        """Return the path of rank 0, and the URL that it stands for, if it does."""
         path = self._target.broadcast(path)
         return path, _url(path)
 
@@ -346,16 +358,17 @@ class _TrainerStrategy(_Hooks):
         parts = {_model_key(self._target): meta.pop("state_dict")}
         states = meta.pop("optimizer_states", None)
         parts |= {f"optimizer_{number}": state for number, state in enumerate(states or ())}
-        described: dict[str, object] = {
+        user_metadata: dict[str, object] = {
             name: meta[name] for name in ("epoch", "global_step") if name in meta
         }
         if states is None:
-            described[_WEIGHTS_ONLY] = True
+            user_metadata[_WEIGHTS_ONLY] = True
+        # A run, which may be swept, is a folder of one of the callbacks.
         callbacks = self._target.lightning_module.trainer.checkpoint_callbacks
         folders = {_url(getattr(callback, "dirpath", None)) for callback in callbacks}
         run_url = posixpath.dirname(url)
         self._store.save(
-            url, parts, meta, described, run_url=run_url if run_url in folders else None
+            url, parts, meta, user_metadata, run_url=run_url if run_url in folders else None
         )
 
     def load_checkpoint(self, checkpoint_path: Any, **options: Any) -> dict[str, Any]:
@@ -366,7 +379,7 @@ class _TrainerStrategy(_Hooks):
         strategy = self._target
         module = strategy.lightning_module
         parts = {_model_key(strategy): strategy.model}
-        if module.trainer.state.fn == "fit":
+        if module.trainer.state.fn == "fit":  # validation and the like need the model alone
             parts |= {
                 f"optimizer_{number}": optimizer
                 for number, optimizer in enumerate(strategy.optimizers)
@@ -402,7 +415,7 @@ class _FabricStrategy(_Hooks):
         if url is None or storage_options is not None or filter is not None:
             self._original("save_checkpoint", path, state, storage_options, filter)
             return
-        parts, others = _divided(state)
+        parts, others = _split_state(state)
         meta = {
             key: value.state_dict() if isinstance(value, Stateful) else value
             for key, value in others.items()
@@ -425,7 +438,7 @@ class _FabricStrategy(_Hooks):
                 advice="dcp_objstore.read_state_dict(url) reads it without one",
                 url=url,
             )
-        parts, others = _divided(state)
+        parts, others = _split_state(state)
         weights_only = options.get("weights_only")
         values = self._store.load(url, parts, strict=strict, weights_only=weights_only)
         absent = others.keys() - values.keys()
@@ -462,7 +475,7 @@ class _ModelCheckpoint(_Hooks):
         Of the last of several callbacks, Lightning takes the one with the latest time.
         """
         dirpath = self._target.dirpath
-        if dirpath is None and not trainer.loggers:
+        if dirpath is None and not trainer.loggers:  # Lightning sets it only later
             dirpath = posixpath.join(trainer.default_root_dir, "checkpoints")
         url = _url(dirpath)
         if url is None:
@@ -481,10 +494,10 @@ class _ModelCheckpoint(_Hooks):
 
 def _model_key(strategy: object) -> str:
     """Return the key under which a strategy of the Trainer saves the model."""
-    return "model" if _is(strategy, "FSDPStrategy") else "state_dict"
+    return "model" if _has_class(strategy, "FSDPStrategy") else "state_dict"
 
 
-def _divided(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Divide a state of Fabric's into modules and optimizers, and the rest."""
     kinds = torch.nn.Module | torch.optim.Optimizer
     parts = {key: value for key, value in state.items() if isinstance(value, kinds)}

@@ -72,7 +72,7 @@ _OF_COMMIT: Mapping[str, Mapping[str, Any]] = {
     "metadata.json": _FORMAT,
     "integrity.json": {"algorithm": "sha256", "files": {}},
 }
-_DESCRIBED: Mapping[str, Any] = {"metrics": None, "user_metadata": _FORMAT}
+_STEP_METADATA: Mapping[str, Any] = {"metrics": None, "user_metadata": _FORMAT}
 _MOST_BYTES = 2**32  # of a file that is read whole, such as `common.pt` of an older Megatron
 _ITERATION = re.compile(r"iter_([0-9]{7,17})\Z")
 
@@ -196,16 +196,17 @@ def _hook() -> None:
         queue.schedule_async_request = _with_threads(queue.schedule_async_request)
         writer.__init__ = for_urls(_refuse, writer.__init__, 1)
     # One without our functions, which answers for other paths.
-    theirs = type(maybe_msc)()
-    for name, ours in _LOOKS.items():
+    original = type(maybe_msc)()
+    for name, ours in _REPLACEMENTS.items():
+        # For "os.path.exists", `maybe_msc` gets an attribute `os`, that one `path` and so on.
         owner, path = maybe_msc, name.split(".")
         for number, part in enumerate(path[:-1], 1):
-            owner = vars(owner).setdefault(part, _Theirs(theirs, ".".join(path[:number])))
-        setattr(owner, path[-1], for_urls(ours, _Theirs(theirs, name)))
+            owner = vars(owner).setdefault(part, _Original(original, ".".join(path[:number])))
+        setattr(owner, path[-1], for_urls(ours, _Original(original, name)))
 
 
-class _Theirs:
-    """What Megatron's object has under a name; which it is may change with Megatron's settings."""
+class _Original:
+    """What Megatron's object has under a name. It is looked up at each use: settings change it."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self._find = functools.partial(operator.attrgetter(name), owner)
@@ -218,6 +219,7 @@ class _Theirs:
 
 
 def _refuse(spec: StoreSpec, *_: Any, **__: Any) -> None:
+    """Refuse to make Megatron's own writer for the background, which takes no URL."""
     raise UnsupportedError(
         "Megatron saves this format in the background by a writer of files; save without"
         " --async-save, or with --ckpt-format torch_dist",
@@ -228,14 +230,15 @@ def _refuse(spec: StoreSpec, *_: Any, **__: Any) -> None:
 # --- small files
 
 
-# The last file that was looked for, by its URL, for the read that follows.
-_found: dict[str, bytes | None] = {}
+# The content of the file whose existence was last asked for, by its URL, for the read that follows.
+_last_looked_up: dict[str, bytes | None] = {}
 
 
 def _exists(spec: StoreSpec, _path: Any) -> bool:
-    _found.clear()
-    _found[spec.url] = _body(spec)
-    return _found[spec.url] is not None
+    """Return whether one of Megatron's files exists; keep its content, which is read next."""
+    _last_looked_up.clear()
+    _last_looked_up[spec.url] = _body(spec)
+    return _last_looked_up[spec.url] is not None
 
 
 def _open(spec: StoreSpec, _path: Any, mode: str = "r", **_: Any) -> Any:
@@ -247,7 +250,7 @@ def _open(spec: StoreSpec, _path: Any, mode: str = "r", **_: Any) -> Any:
                 "Megatron writes this as a local file; name a local folder for it", url=spec.url
             )
         return io.BytesIO() if "b" in mode else io.StringIO()  # the commit says all of it
-    body = _found.pop(spec.url) if spec.url in _found else _body(spec)
+    body = _last_looked_up.pop(spec.url) if spec.url in _last_looked_up else _body(spec)
     if body is None:
         raise FileNotFoundError(f"there is no object {spec.url!r}")
     return io.BytesIO(body) if "b" in mode else io.StringIO(body.decode())
@@ -258,17 +261,17 @@ def _body(spec: StoreSpec) -> bytes | None:
     folder, name = spec.parent()
     if folder is None:
         return None
-    if name == TRACKER and (tracked := _tracked(folder)) is not None:
-        return tracked.encode()
-    noted = _note(folder) if name in _OF_COMMIT else None
-    if noted is not None and _FORMAT.items() <= noted.items():
+    if name == TRACKER and (tracker := _tracker_text(folder)) is not None:
+        return tracker.encode()
+    metadata = _metadata_of(folder) if name in _OF_COMMIT else None
+    if metadata is not None and _FORMAT.items() <= metadata.items():
         return json.dumps(_OF_COMMIT[name]).encode()
     with contextlib.suppress(ObjectNotFoundError):
         return folder.open().get(name, max_size_bytes=_MOST_BYTES)[0]
     return None
 
 
-def _note(checkpoint: StoreSpec) -> Mapping[str, Any] | None:
+def _metadata_of(checkpoint: StoreSpec) -> Mapping[str, Any] | None:
     """Return the `user_metadata` of a committed checkpoint, or None if there is none."""
     stored = read_marker(checkpoint.open())
     if stored is None or not stored.record.is_committed:
@@ -276,12 +279,12 @@ def _note(checkpoint: StoreSpec) -> Mapping[str, Any] | None:
     return stored.record.user_metadata
 
 
-def _tracked(run: StoreSpec) -> str | None:
+def _tracker_text(run: StoreSpec) -> str | None:
     """Return what the tracker of a run says: the newest iteration that counts, or "release"."""
     newest = newest_step(run, ITERATIONS)
     if newest is not None:
         return str(newest)
-    return "release" if _note(run.child("release")) is not None else None
+    return "release" if _metadata_of(run.child("release")) is not None else None
 
 
 class _Path:
@@ -307,11 +310,12 @@ class _Path:
 
 
 def _load_file(spec: StoreSpec, path: Any, **settings: Any) -> Any:
+    """Load a file as `torch.load` does."""
     return torch.load(_open(spec, path, "rb"), **settings)
 
 
 # By their names in `maybe_msc`. What is not here stays its own.
-_LOOKS: dict[str, Callable[..., Any]] = {
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "open": _open,
     "Path": _Path,
     "path_isdir": lambda *_, **__: True,  # `metadata.json` is looked for next
@@ -326,6 +330,7 @@ _LOOKS: dict[str, Callable[..., Any]] = {
 
 
 def _access(spec: StoreSpec) -> dict[str, Any]:
+    """Return the arguments by which a save or a claim reaches the store."""
     return {"storage_options": spec.storage_options, "config": spec.config}
 
 
@@ -358,7 +363,7 @@ class _Run:
 
 
 def _run_at(spec: StoreSpec) -> tuple[_Run | None, int]:
-    """Return the run of which a checkpoint is an iteration, or None, and the number."""
+    """Return the run of which a checkpoint is an iteration, and its number; (None, 0) if none."""
     folder, name = spec.parent()
     number = iteration_number(name)
     if folder is None or number is None:
@@ -400,6 +405,7 @@ class _Parts(NamedTuple):
 
     @classmethod
     def of(cls, state: Any, keep_only_main_replica: bool) -> _Parts:
+        """Return the parts of a state, as Megatron's own strategy divides it."""
         parts = cls({}, {})
         flat = strategies._replace_state_dict_keys_with_sharded_keys(state, keep_only_main_replica)
         for key, shards in flat[0].items():
@@ -476,11 +482,12 @@ def _settings(spec: StoreSpec) -> dict[str, Any]:
 
 
 def _save(spec: StoreSpec, strategy: Any, state: Any, _path: Any) -> None:
+    """Save a state: as a step if it is an iteration of a run, else as a checkpoint."""
     parts, (run, number) = _parts(spec, strategy, state), _run_at(spec)
     if run is None:
         save_planned(parts.values, spec.url, planner=parts.planner, **_settings(spec))
     else:
-        run.saves().save(number, parts.values, parts.planner, **_DESCRIBED)
+        run.saves().save(number, parts.values, parts.planner, **_STEP_METADATA)
 
 
 def _async_save(
@@ -495,9 +502,9 @@ def _async_save(
         handle = begin_save(background, values, spec.url, planner=planner, **_settings(spec))
         return request(_Thread(handle), (), [handle.result])
     saves = run.saves()
-    begun = saves.async_save(number, values, "wait", planner, **_DESCRIBED)
-    assert begun is not None  # the one before was waited for
-    return request(_Thread(begun), (), [functools.partial(saves.finish_pending, begun)])
+    of_step = saves.async_save(number, values, "wait", planner, **_STEP_METADATA)
+    assert of_step is not None  # the one before was waited for
+    return request(_Thread(of_step), (), [functools.partial(saves.finish_pending, of_step)])
 
 
 class _Thread:

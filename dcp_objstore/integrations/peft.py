@@ -82,13 +82,17 @@ def _is_peft_model(model: Any) -> bool:
 
 
 def _unwrapped(model: Any) -> Any:
+    """Return the model inside of FSDP, DDP and torch.compile."""
     from accelerate.utils import extract_model_from_parallel
 
     return extract_model_from_parallel(model, keep_torch_compile=False)
 
 
 def _names(model: Any, adapter: str) -> dict[str, str | None]:
-    """Return `Adapter.names` of an adapter. Under FSDP1 a collective."""
+    """Return `Adapter.names` of an adapter: by PEFT's names, those of the whole model's state dict.
+
+    None stands for an entry that is not a tensor of the model. Under FSDP1 this is a collective.
+    """
     from peft import get_peft_model_state_dict
 
     tensors = itertools.chain(
@@ -97,16 +101,17 @@ def _names(model: Any, adapter: str) -> dict[str, str | None]:
     entries, names = {}, {}
     for name, tensor in tensors:
         entry = tensor.detach()  # another object each, also where several share a tensor
-        names[id(entry)] = saved_name = _without_wrappers(name)
+        saved_name = names[id(entry)] = _without_wrappers(name)
         # PEFT looks for some by the names of modules, and for some by those of the state dict.
         entries[name] = entries[saved_name] = entry
     saved = get_peft_model_state_dict(model, state_dict=dict(entries), adapter_name=adapter)
-    # As `save_pretrained` of transformers names them.
-    begin = "" if _is_peft_model(model) else "base_model.model."
-    return {begin + _without_wrappers(name): names.get(id(entry)) for name, entry in saved.items()}
+    # A model of transformers names them so in its `save_pretrained`.
+    prefix = "" if _is_peft_model(model) else "base_model.model."
+    return {prefix + _without_wrappers(name): names.get(id(entry)) for name, entry in saved.items()}
 
 
 def _without_wrappers(name: str) -> str:
+    """Return a parameter's name in a state dict, without the names of modules that wrap others."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

@@ -136,6 +136,7 @@ def _with_agreed_steps(original: Callable[[Any, int], bool]) -> Callable[[Any, i
 
 
 def _retainer(run: StoreSpec) -> Retainer:
+    """Return the one object that deletes and sweeps in a run."""
     if run.url not in _Installed.retainers:
         _Installed.retainers[run.url] = Retainer(run, grace_seconds=_Installed.grace_seconds)
     return _Installed.retainers[run.url]
@@ -169,10 +170,12 @@ def _agreed(spec: StoreSpec) -> bool | None:
 
 
 def _exists(spec: StoreSpec, _path: Any = None) -> bool:
+    """Return whether there is an object, or objects below, for `os.path.exists`."""
     return _isdir(spec) or _isfile(spec)
 
 
 def _isdir(spec: StoreSpec, _path: Any = None) -> bool:
+    """Return whether there are objects below; of an agreed step, whether the ranks agreed on it."""
     agreed = _agreed(spec)
     if agreed is not None:
         return agreed
@@ -183,7 +186,7 @@ def _isfile(spec: StoreSpec, _path: Any = None) -> bool:
     """Return whether an object exists; of an agreed step, whether the ranks agreed on it."""
     agreed = _agreed(spec)
     folder, name = spec.parent()
-    if agreed is not None or folder is None:
+    if agreed is not None or folder is None:  # without a folder, it is a bucket
         return bool(agreed)
     try:
         folder.open().head(name)
@@ -193,6 +196,7 @@ def _isfile(spec: StoreSpec, _path: Any = None) -> bool:
 
 
 def _listdir(spec: StoreSpec, _path: Any = None) -> list[str]:
+    """Return the names of a run's steps: during a load, those that the ranks agreed on."""
     agreed = _Installed.agreed
     if agreed is not None and agreed.run_url == spec.url:
         steps = agreed.steps
