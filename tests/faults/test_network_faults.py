@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,13 @@ def save(
     fill(state)
     mine, config = options[rank % len(options)], configs[rank % len(configs)]
     return dos.save(dict(state), url, storage_options=mine, config=config, progress=False)
+
+
+def save_and_give_up(rank: int, world: int, *rest: Any) -> dos.reports.SaveReport:
+    """`save` by a transport that has no 5 s for an abort that does not go through."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dcp_objstore.transfer.upload._ABORT_GRACE_SECONDS", 0.5)
+        return save(rank, world, *rest)
 
 
 def load(
@@ -126,7 +134,7 @@ def test_a_stalled_rank_fails_the_save_soon_and_typed_on_every_rank(
     held = proxy.hold(is_part, after_bytes=MIB)
     ways, configs = [options] * world_size, [PATIENT] * world_size
     ways[stalled], configs[stalled] = proxy.storage_options, IMPATIENT
-    outcomes = end_soon(save, url, ways, configs)
+    outcomes = end_soon(save_and_give_up, url, ways, configs)
     assert held.reached, [str(outcome) for outcome in outcomes]
     for outcome in outcomes:
         assert isinstance(outcome.error, TransferStalledError), str(outcome)
