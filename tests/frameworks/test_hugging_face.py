@@ -51,7 +51,6 @@ from transformers import (
     set_seed,
 )
 
-from dcp_objstore.integrations import hf
 from dcp_objstore.integrations.hf import accelerator_state, with_object_store
 from dcp_objstore.integrations.peft import peft_state
 from dcp_objstore.run.saves import RunSaves
@@ -295,50 +294,6 @@ def test_a_custom_object_runs_no_code_unless_it_is_trusted(bucket, tmp_path):
         trusting = accelerator_state(job["accelerator"], trust_pickle=True)
         dos.load(trusting, bucket.url, **access)
         assert Path("harm").exists()
-
-
-@pytest.mark.parametrize(
-    "name", ["../harm", "/tmp/harm", "a/../../harm", "custom_checkpoint_0.pkl/x"]
-)
-def test_a_hostile_name_of_a_file_is_refused(bucket, tmp_path, name):
-    with a_machine(str(tmp_path)):
-        state = accelerator_state(accelerated("single")["accelerator"])
-        access: Any = {"storage_options": bucket.storage_options}
-        files = state["files"].to_save()["0"][0]
-        dos.save({**state, "files": dos.PerRank({**files, name: b"harm"})}, bucket.url, **access)
-        with pytest.raises(dos.errors.DcpObjstoreError):
-            dos.load(state, bucket.url, **access)
-        assert not list(tmp_path.rglob("harm"))
-        assert not Path("/tmp/dcp-objstore-harm").exists()
-
-
-@pytest.mark.parametrize("values", [{"a": 1}, [1], 1])
-def test_values_that_are_no_files_are_named_as_such(tmp_path, values):
-    with (
-        a_machine(str(tmp_path)),
-        pytest.raises(dos.errors.StateMismatchError, match="no files of accelerate"),
-    ):
-        accelerator = Accelerator(cpu=True)
-        model = accelerator.prepare(torch.nn.Linear(2, 2))
-        url = (tmp_path / "step-1").as_uri()
-        dos.save({"model": model, "files": dos.PerRank(values)}, url, progress=False)
-        dos.load(accelerator_state(accelerator), url, progress=False)
-
-
-def test_of_files_with_one_name_a_rank_reads_its_own_or_that_of_rank_0(tmp_path, monkeypatch):
-    for rank, expected in enumerate([b"0", b"1", b"0"]):
-        monkeypatch.setattr(hf, "rank_and_world_size", lambda rank=rank: (rank, 3))
-        hf._write_files(tmp_path, [{"one": b"0"}, {"one": b"1", "two": b"2"}], trust_pickle=False)
-        assert (tmp_path / "one").read_bytes() == expected
-        assert (tmp_path / "two").read_bytes() == b"2"
-
-
-def test_an_accelerator_that_saves_in_its_own_way_is_refused(tmp_path):
-    with a_machine(str(tmp_path)):
-        accelerator = accelerated("single")["accelerator"]
-        accelerator.state.distributed_type = DistributedType.DEEPSPEED
-        with pytest.raises(dos.errors.UnsupportedError, match="DEEPSPEED"):
-            accelerator_state(accelerator)
 
 
 # --- the Trainer
@@ -677,34 +632,15 @@ def test_sigterm_on_one_rank_saves_a_step_of_all_and_stops(bucket, tmp_path):
 def test_what_a_trainer_cannot_do_on_a_bucket_is_refused(tmp_path):
     with a_machine(str(tmp_path)):
         trainer = make_trainer()
-        with pytest.raises(dos.errors.InvalidUrlError):
-            with_object_store(make_trainer(), "s4://bucket/run")
         with pytest.raises(TypeError, match="keeep"):
             with_object_store(make_trainer(), "s3://bucket/run", keeep=3)
-        with pytest.raises(dos.errors.ConfigError, match="has no 'train'"):
-            with_object_store(object(), "s3://bucket/run")
-        for name in ("save_every", "save_last"):
-            with pytest.raises(dos.errors.ConfigError, match=f"no {name}:.*save_strategy"):
-                with_object_store(make_trainer(), "s3://bucket/run", **{name: 1})
         with_object_store(trainer, "memory://run")
-        with pytest.raises(dos.errors.ConfigError, match="already"):
-            with_object_store(trainer, "memory://run")
-        with pytest.raises(dos.errors.UnsupportedError, match="trials"):
-            trainer.train(trial={})
         trainer.save_model("model")  # stays the Trainer's own
         assert Path("model", "model.safetensors").exists()
         hub = make_trainer()
         hub.args.push_to_hub = True
         with pytest.raises(dos.errors.ConfigError, match="hub_strategy"):
             with_object_store(hub, "s3://bucket/run")
-        elsewhere = make_trainer()
-        elsewhere.args.output_dir = "s3://bucket/run"
-        with pytest.raises(dos.errors.ConfigError, match="local folder"):
-            with_object_store(elsewhere, "s3://bucket/run")
-        deep = make_trainer()
-        deep.is_deepspeed_enabled = True
-        with pytest.raises(dos.errors.UnsupportedError, match="DeepSpeed"):
-            with_object_store(deep, "s3://bucket/run")
 
 
 # --- PEFT
