@@ -168,8 +168,8 @@ def test_what_cannot_keep_its_checkpoints_on_a_store_is_refused(target, settings
 )
 def test_a_trainers_checkpoint_has_lightnings_keys_and_a_fit_loads_all(bucket, kind, key):
     url, access = bucket.at("a.ckpt"), {"storage_options": bucket.storage_options}
-    saving = kind()
-    trainer_with(saving, **access)
+    saving, events = kind(), []
+    trainer_with(saving, on_event=events.append, **access)
     others = {"epoch": 3, "global_step": 7, "loops": {"n": 1}}
     saving.save_checkpoint(checkpoint_of(saving, **others), url)
     saved = dos.open(url, **access)
@@ -177,11 +177,12 @@ def test_a_trainers_checkpoint_has_lightnings_keys_and_a_fit_loads_all(bucket, k
     assert {"meta.pt", f"{key}.weight", "optimizer_0.state.weight.momentum_buffer"} <= {*saved}
     for fn, is_stepped in (("validate", False), ("fit", True)):
         loading = kind()
-        trainer_with(loading, fn=fn, **access)
+        trainer_with(loading, fn=fn, on_event=events.append, **access)
         assert loading.load_checkpoint(url) == others
         assert torch.equal(loading.model.weight, saving.model.weight)
         assert bool(loading.optimizers[0].state) is is_stepped
     assert saving.calls == loading.calls == []
+    assert {"Saved", "Loaded"} <= {type(event).__name__ for event in events}
 
 
 def test_a_trainer_finds_the_last_checkpoint_that_it_can_resume_from(bucket):
@@ -277,15 +278,15 @@ def test_a_run_is_swept_by_rank_0_if_it_is_the_folder_of_a_callback(tmp_path, mo
     monkeypatch.setattr(lightning, "Retainer", lambda run: SimpleNamespace(sweep=[run.url]))
     monkeypatch.setattr(lightning, "after_commit", lambda *args: swept.append(args))
     url = f"{tmp_path.as_uri()}/a.ckpt"
-    for dirpath, sweep, rank, is_swept in [
-        (tmp_path.as_uri(), True, 0, True),
-        (tmp_path.as_uri(), False, 0, False),
-        (f"{tmp_path.as_uri()}/other", True, 0, False),
-        (tmp_path.as_uri(), True, 1, False),
+    for dirpath, settings, rank, is_swept in [
+        (tmp_path.as_uri(), {}, 0, True),
+        (tmp_path.as_uri(), {"sweep": False}, 0, False),
+        (f"{tmp_path.as_uri()}/other", {}, 0, False),
+        (tmp_path.as_uri(), {}, 1, False),
     ]:
         monkeypatch.setattr(lightning, "current_rank", lambda rank=rank: rank)
         strategy = ModelParallelStrategy()
-        trainer_with(strategy, ModelCheckpoint(dirpath), ModelCheckpoint(None), sweep=sweep)
+        trainer_with(strategy, ModelCheckpoint(dirpath), object(), **settings)
         for _ in range(2):
             strategy.save_checkpoint(checkpoint_of(strategy), url)
         assert swept == [(None, [tmp_path.as_uri()])] * 2 * is_swept
@@ -312,14 +313,37 @@ def test_the_error_of_a_save_in_the_background_is_raised_when_it_is_waited_for(m
     assert strategy.calls == ["teardown"] * 2, "Lightning's own has run after the error, too"
 
 
+def test_calls_wait_for_deletions_under_way(monkeypatch, tmp_path):
+    joined: list[int] = []
+    deletion = SimpleNamespace(join=lambda: joined.append(1))
+    monkeypatch.setattr(lightning, "after_commit", lambda *_: deletion)
+    url, strategy, callback = tmp_path.as_uri(), ModelParallelStrategy(), ModelCheckpoint(None)
+    trainer = trainer_with(strategy, callback)
+    calls = [
+        lambda: strategy.save_checkpoint(checkpoint_of(strategy), url),
+        lambda: strategy.load_checkpoint(url),
+        lambda: callback.file_exists(url, trainer),
+        strategy.teardown,
+    ]
+    for call in calls:
+        strategy.remove_checkpoint(url)
+        strategy.remove_checkpoint(url)
+        call()
+        assert joined == [1, 1]
+        joined.clear()
+
+
+@pytest.mark.filterwarnings("ignore:a load of")
 @pytest.mark.parametrize(
-    ("trusts", "weights_only", "loads"),
-    [(False, None, False), (False, True, False), (False, False, True), (True, None, True)],
+    ("settings", "weights_only", "loads"),
+    [({}, None, False), ({}, True, False), ({}, False, True), ({"trust_pickle": True}, None, True)],
 )
-def test_a_hyperparameter_that_runs_code_needs_trust(tmp_path, trusts, weights_only, loads):
+def test_a_hyperparameter_that_runs_code_needs_trust(tmp_path, settings, weights_only, loads):
     url, others = f"{tmp_path.as_uri()}/a.ckpt", {"hyper_parameters": Width(3)}
     strategy = ModelParallelStrategy()
-    trainer_with(strategy, trust_pickle=trusts)
+    trainer_with(strategy, **settings)
+    if loads:
+        strategy.optimizers[0].param_groups[0]["width"] = Width(2)
     strategy.save_checkpoint(checkpoint_of(strategy, **others), url)
     if loads:
         assert strategy.load_checkpoint(url, weights_only=weights_only) == others
@@ -330,7 +354,8 @@ def test_a_hyperparameter_that_runs_code_needs_trust(tmp_path, trusts, weights_o
 
 def test_fabric_loads_what_its_state_asks_for_and_returns_the_rest(tmp_path):
     url, fabric = f"{tmp_path.as_uri()}/a.ckpt", FabricStrategy()
-    with_object_store(SimpleNamespace(strategy=fabric))
+    target = SimpleNamespace(strategy=fabric)
+    assert with_object_store(target) is target
 
     def state(step: int) -> dict[str, Any]:
         model, (optimizer,) = model_and_optimizer()
