@@ -152,13 +152,13 @@ class Selection:
         """
         elements: np.ndarray[Any, Any] = block.view(_CARRIERS[self.itemsize])
         packed = into.view(elements.dtype)
-        filled = 0
+        filled = 0  # elements of `packed`
         for copy in self.copies(position, position + block.nbytes):
             count = math.prod(copy.source_shape)
             box = elements[copy.start : copy.start + count].reshape(copy.source_shape)
-            cut = box[tuple(map(slice, copy.source.offsets, copy.source.ends))]
-            packed[filled : filled + cut.size].reshape(cut.shape)[...] = cut
-            filled += cut.size
+            part = box[tuple(map(slice, copy.source.offsets, copy.source.ends))]
+            packed[filled : filled + part.size].reshape(part.shape)[...] = part
+            filled += part.size
 
 
 def _linear(shape: tuple[int, ...], place: tuple[int, ...]) -> int:

@@ -96,7 +96,7 @@ def run_load(
     """
     if planned.checkpoint.versions is not None:
         store = PinnedStore(store, planned.checkpoint.versions)
-    local = None if copies is None else copies.before(store)
+    local_first = None if copies is None else copies.before(store)
     shared_bytes = 0 if exchange is None else exchange.memory_bytes
     completed = CompletionQueue(config.memory_budget_bytes)
     if on_dtype == "error":
@@ -132,7 +132,7 @@ def run_load(
         progress = Progress(config.stall_timeout_seconds, channel)
         intake = _Intake(exchange, inbound, completed, progress, trust_pickle)
         arriving = fetch_ranges(
-            local or store,
+            local_first or store,
             planned.checkpoint.object_keys,
             requests,
             intake.take_in,
@@ -168,7 +168,7 @@ def run_load(
         retries=channel.retries if "open_range" in store.reports_throttling else None,
         slow_ranges=channel.slow_ranges,
         commit_id=planned.checkpoint.commit_id,
-        local_bytes=0 if local is None else local.local_bytes,
+        local_bytes=0 if local_first is None else local_first.local_bytes,
         unverified=any(span.tag.digest is None for span in planned.spans),
     )
 

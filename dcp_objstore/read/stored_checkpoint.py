@@ -341,8 +341,9 @@ def _tells_versions(store: ObjectStore) -> bool:
 def _is_as_listed(store: ObjectStore, listed: dict[str, ObjectMeta]) -> bool:
     """Whether all objects are still as they were listed.
 
-    If they are, and reads since then tell other states, these are not to be compared with a
-    listing: a CDN on the way has other ETags. Each object is then held to its first answer.
+    Where reads tell other states than a listing does, objects were replaced, or a CDN on the way
+    has other ETags. If a second listing is like the first one, it is the CDN: each object is then
+    held to the state of its first answer.
     """
     now = _listed(store)
     return not isinstance(now, CheckpointNotFoundError) and all(
@@ -437,16 +438,21 @@ def _open_files(
     load_id: str | None,
     versions: dict[str, Version],
 ) -> StoredCheckpoint:
-    """Open files of safetensors: make an index of their headers."""
+    """Open files of safetensors: make an index of their headers.
+
+    Args:
+        metas: the files.
+        versions: the states of objects, to which `store` has added those that it has read.
+    """
     sizes_bytes = {meta.key: meta.size_bytes for meta in metas}
-    texts = safetensors.read_headers(store, sizes_bytes)
-    index = safetensors.index_of(store, texts, sizes_bytes, files.weight_map)
+    headers = safetensors.read_headers(store, sizes_bytes)
+    index = safetensors.index_of(store, headers, sizes_bytes, files.weight_map)
     return StoredCheckpoint(
-        object_keys=tuple(texts),
+        object_keys=tuple(headers),
         items=IndexItems(index),
         load_id=load_id,
-        versions={key: versions[key] for key in texts if key in versions},
-        fingerprint=_fingerprint(store, b"".join(texts.values()), metas),
+        versions={key: versions[key] for key in headers if key in versions},
+        fingerprint=_fingerprint(store, b"".join(headers.values()), metas),
     )
 
 

@@ -126,7 +126,7 @@ class Silence:
         self._heard_at = time.monotonic()
 
     def heard(self) -> None:
-        """Record a sign of life, which in a long silence only the answer to the question is."""
+        """Record a sign of life; in a long silence only the answer to the question is one."""
         if not self._is_long_silence:
             self._heard_at = time.monotonic()
             self.progress.alive()

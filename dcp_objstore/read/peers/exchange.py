@@ -235,11 +235,9 @@ class Exchange:
             if slots is not None and memory is not None:
                 self._peer_slots[rank] = _Slots(memory, slots.slot_bytes)
         # The ranks whose slots each rank can read.
-        readable_by: list[list[int]] = self._gather(list(self._peer_slots))
+        readable: list[list[int]] = self._gather(list(self._peer_slots))
         self._slots.close_descriptor()  # all ranks have mapped the slots that they can
-        self._unreached = {
-            rank for rank, peers in enumerate(readable_by) if self._rank not in peers
-        }
+        self._unreached = {rank for rank, peers in enumerate(readable) if self._rank not in peers}
 
     def _gather(self, value: object) -> list[Any]:
         """Gather a value from each rank, on all ranks. A collective."""
