@@ -3,56 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
+import hashlib
 import pickle
 import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
+from safetensors.torch import save
 
 import dcp_objstore as dos
-from dcp_objstore.convert import copied_files
-from dcp_objstore.convert.sources import TorchSource
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointGoneError,
-    LostRaceError,
     PermissionDeniedError,
-    PreconditionFailedError,
 )
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.protocol import Capabilities, ObjectMeta, Version
-from tests.support.wrapped_stores import Request, Through, WatchedRange, WatchedStore
+from tests.support.odd_servers import BEHAVIOURS, Behaviour, OddServer
+from tests.support.replaced import (
+    KEYS,
+    ONE_BY_ONE,
+    Replacing,
+    model_of_two_files,
+    replaced_at,
+    safetensors_objects,
+    state,
+    stock_objects,
+    write,
+)
+from tests.support.scripted import Answer
+from tests.support.wrapped_stores import Request, WatchedRange, WatchedStore
 
-KEYS = ("a", "b", "c", "d")
-ELEMENTS = 800_000  # a request each
-ONE_BY_ONE = dos.TransferConfig(request_size_bytes=4 * 1024 * 1024, download_concurrency=1)
 Editions = tuple[dict[str, bytes], dict[str, bytes]]
-
-
-def state(value: float) -> dict[str, torch.Tensor]:
-    return {key: torch.full((ELEMENTS,), value) for key in KEYS}
 
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Editions:
-    """The objects of two editions of a checkpoint of stock torch: two of data and `.metadata`."""
-    made = []
-    for value in (1.0, 2.0):
-        folder = tmp_path_factory.mktemp("stock")
-        writer = dcp.FileSystemWriter(folder, thread_count=2)
-        dcp.save(state(value), storage_writer=writer, no_dist=True)
-        made.append({path.name: path.read_bytes() for path in folder.iterdir()})
-        assert len(made[-1]) == 3
-    return made[0], made[1]
+    """The objects of two editions of a checkpoint of stock torch."""
+    first, second = (stock_objects(tmp_path_factory.mktemp("stock"), value) for value in (1.0, 2.0))
+    return first, second
 
 
 @pytest.fixture
@@ -60,49 +53,8 @@ def url() -> str:
     return f"memory://{secrets.token_hex(6)}/source"
 
 
-def write(url: str, objects: dict[str, bytes]) -> None:
-    store = open_store(url)
-    for key, body in objects.items():
-        store.put(key, body)
-
-
-class Replacing(WatchedStore):
-    """Has objects replaced before a request."""
-
-    def __init__(self, inner: ObjectStore, before: Callable[[Request], None]) -> None:
-        super().__init__(inner)
-        self._before = before
-
-    @contextmanager
-    def _around(self, request: Request) -> Iterator[None]:
-        self._before(request)
-        yield
-
-
-def replaced_at(through: Through, verb: str, nth: int, replace: Callable[[], None]) -> None:
-    """Have `replace` called before the n-th request (from 0) of a kind, of all stores together."""
-    seen: list[Request] = []
-
-    def before(request: Request) -> None:
-        if request.verb == verb:
-            seen.append(request)
-            if len(seen) == nth + 1:
-                replace()
-
-    through(lambda store: Replacing(store, before))
-
-
 def load(url: str, to: dict[str, torch.Tensor]) -> None:
     dos.load(to, url, config=ONE_BY_ONE, progress=False)
-
-
-def model_of_two_files(value: float) -> dict[str, bytes]:
-    first, second = ({key: state(value)[key] for key in keys} for keys in (KEYS[:2], KEYS[2:]))
-    files = {"1.safetensors": first, "2.safetensors": second}
-    weight_map = {key: name for name, part in files.items() for key in part}
-    index = json.dumps({"weight_map": weight_map}).encode()
-    bodies = {name: safetensors.torch.save(part) for name, part in files.items()}
-    return bodies | {"model.safetensors.index.json": index}
 
 
 @pytest.mark.parametrize("nth", range(6))
@@ -291,76 +243,51 @@ def test_ranks_that_open_different_states_are_told_apart(stock, url):
     assert len({first, *changed}) == 4
 
 
-def safetensors_objects(value: float) -> dict[str, bytes]:
-    return {"m.safetensors": safetensors.torch.save(state(value))}
-
-
-def torch_objects(folder: Path, value: float) -> dict[str, bytes]:
-    torch.save(state(value), folder / "m.pt")
-    return {"m.pt": (folder / "m.pt").read_bytes()}
-
-
-@pytest.mark.parametrize("nth", [0, 1])
-@pytest.mark.parametrize("kind", ["safetensors", "pt", "stock"])
-def test_a_source_that_is_replaced_is_not_imported(
-    through, monkeypatch, stock, url, tmp_path, kind, nth
-):
-    monkeypatch.setattr(copied_files, "_PIECE_BYTES", 1024 * 1024)
-    monkeypatch.setattr(copied_files, "_CONCURRENT_READS", 1)
-    old, new = {
-        "safetensors": (safetensors_objects(1.0), safetensors_objects(2.0)),
-        "pt": (torch_objects(tmp_path, 1.0), torch_objects(tmp_path, 2.0)),
-        "stock": stock,
-    }[kind]
-    write(url, old)
-    replaced_at(through, "open_range", nth, lambda: write(url, new))
-    source = url if kind == "stock" else f"{url}/{min(old)}"
-    target = f"{url}/imported"
-    with pytest.raises(LostRaceError):
-        dos.import_checkpoint(source, target, config=ONE_BY_ONE, progress=False)
-    assert [meta.key for meta in open_store(target).list()] == []
-
-
-def test_files_of_one_model_are_imported_in_one_state(through, url):
-    """The last one is replaced before any of it is read."""
-    old, new = (model_of_two_files(value) for value in (1.0, 2.0))
-    write(url, old)
-    last = {name: new[name] for name in ["2.safetensors"]}
-    replaced_at(through, "open_range", 0, lambda: write(url, last))
-    with pytest.raises(CheckpointGoneError, match="replaced"):
-        dos.import_checkpoint(url, f"{url}/imported", progress=False)
-
-
-@pytest.mark.parametrize("nth", [1, 2])
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_torch_file_that_is_rewritten_while_it_is_mapped_is_not_imported(
-    monkeypatch, tmp_path, nth, in_place
-):
-    """Renamed over it, the old file would still be read, but which one is meant is not known."""
-    torch_objects(tmp_path, 1.0)
-    (new := tmp_path / "new").mkdir()
-    torch_objects(new, 2.0)
-    source, read, reads = tmp_path / "m.pt", TorchSource.read, itertools.count(1)
-
-    def read_and_rewrite(self: TorchSource, slabs: list[object]) -> list[torch.Tensor]:
-        if next(reads) == nth:
-            if in_place:
-                with source.open("r+b") as file:
-                    file.write((new / "m.pt").read_bytes())
-            else:
-                (new / "m.pt").replace(source)
-        return read(self, slabs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(TorchSource, "read", read_and_rewrite)
-    monkeypatch.setattr("dcp_objstore.inspect.slabs.WINDOW_BYTES", 2 * 1024 * 1024)
-    with pytest.raises(PreconditionFailedError, match="replaced"):
-        dos.import_checkpoint(source, (tmp_path / "to").as_uri(), progress=False)
-    assert not (tmp_path / "to" / "_COMMIT").exists()
-
-
 def test_the_state_that_was_opened_travels_to_the_other_ranks(stock, url):
     write(url, stock[0])
     opened = open_stored_checkpoint(StoreSpec(url))
     again = pickle.loads(pickle.dumps(opened))
     assert again.versions == opened.versions
     assert set(opened.versions or ()) == {key for key in stock[0] if key != ".metadata"}
+
+
+# --- servers whose listings and answers have different ETags --------------------------------------
+
+WEIGHT = torch.arange(100_000, dtype=torch.int32)
+KEY = "m/model.safetensors"
+
+
+def weights(behaviour: Behaviour) -> OddServer:
+    """An odd server with a folder of weights."""
+    server = OddServer(behaviour)
+    server.objects[KEY] = save({"w": WEIGHT})
+    return server
+
+
+def loads(server: OddServer) -> bool:
+    """Load the weights; return whether they are right."""
+    state = dos.read_state_dict("s3://bucket/m", storage_options=server.options())
+    return torch.equal(state["w"], WEIGHT)
+
+
+@pytest.mark.parametrize("behaviour", ["weak ETags", "a CDN's ETags"])
+def test_weights_load_where_answers_have_other_etags_than_listings(behaviour):
+    with weights(BEHAVIOURS[behaviour]) as server:
+        assert loads(server)
+
+
+def test_weights_that_were_replaced_since_they_were_listed_are_not_loaded():
+    """Only a second listing that is as the first one says that nothing was replaced."""
+    new = save({"w": WEIGHT + 1})
+    tag = hashlib.md5(new).hexdigest()
+    with weights(Behaviour(e_tag=lambda _: f'"{tag}"')) as server:
+        listing = server._listing
+
+        def changing(query: dict[str, str]) -> Answer:
+            if server.listings:
+                server.objects[KEY] = new
+            return listing(query)
+
+        server._listing = changing  # type: ignore[method-assign]
+        with pytest.raises(dos.errors.CheckpointGoneError):
+            loads(server)

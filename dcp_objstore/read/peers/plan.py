@@ -195,16 +195,21 @@ _Holders: TypeAlias = dict[int, dict[bytes, list[int]]]
 def _ranks_with_copies(copies: Sequence[NodeCopies | None]) -> _Holders:
     """Return which ranks can read a copy of each object; see `plan_exchange`."""
     holders: _Holders = {}
-    for rank, of_rank in enumerate(copies):
-        if of_rank is None:
+    for rank, node_copies in enumerate(copies):
+        if node_copies is None:
             continue
-        for number in of_rank.objects:
-            holders.setdefault(number, {}).setdefault(of_rank.node, []).append(rank)
+        for number in node_copies.objects:
+            holders.setdefault(number, {}).setdefault(node_copies.node, []).append(rank)
     return holders
 
 
 def _split(needs: Sequence[Needs], holders: _Holders) -> tuple[list[_SharedBlock], list[int]]:
-    """Return the shared blocks, by object and offset, and the bytes that each rank alone needs."""
+    """Return the shared blocks, by object and offset, and the bytes that each rank alone needs.
+
+    If rank 0 needs bytes [0, 64) and [64, 128) of an object and rank 1 only the latter, the rows in
+    order are of the ranks 0, 0 and 1. The first block has row 0 alone, and the second, which is
+    shared, has rows 1 to 2.
+    """
     rows = np.concatenate(list(needs)) if needs else np.empty(0, NEED)
     # The rank of each row.
     ranks = np.repeat(np.arange(len(needs)), [len(of_rank) for of_rank in needs])
