@@ -323,8 +323,8 @@ def fills(
                 f"its {len(starts)} chunks interlock in more than {most_pieces} pieces, so it"
                 " cannot be checked that they make up the tensor; no library divides a tensor so"
             )
-        # A piece in the new cells [3, 5) is cut into one in cell 3 and one in cell 4: `cells` becomes
-        # the numbers in all ranges [first, after), one range behind the other.
+        # A piece in the new cells [3, 5) is cut into one in cell 3 and one in cell 4: `cells` has
+        # the numbers of all ranges [first, after), one range behind the other.
         cells = np.arange(lengths.sum()) + np.repeat(first - np.cumsum(lengths) + lengths, lengths)
         boxes = np.repeat(boxes, lengths)
         cell_count = len(edges) - 1
