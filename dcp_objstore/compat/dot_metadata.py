@@ -43,8 +43,8 @@ class _Global(NamedTuple):
 
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _CHUNK: Final = _Global(_METADATA, "ChunkStorageMetadata")
-_PLACE: Final = _Global(_METADATA, "MetadataIndex")
-_INFO: Final = _Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_METADATA_INDEX: Final = _Global(_METADATA, "MetadataIndex")
+_STORAGE_INFO: Final = _Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 _TENSOR: Final = _Global(_METADATA, "TensorStorageMetadata")
 _PROPERTIES: Final = _Global(_METADATA, "TensorProperties")
 _BYTES: Final = _Global(_METADATA, "BytesStorageMetadata")
@@ -54,8 +54,8 @@ _SIZE: Final = _Global("torch", "Size")
 # then come the keys of the objects, and then the state-dict keys.
 _SHARED: Final = (
     *(_CHUNK, "offsets", "sizes", _SIZE),
-    *(_PLACE, "fqn", "offset", "index"),
-    *(_INFO, "relative_path", "length"),
+    *(_METADATA_INDEX, "fqn", "offset", "index"),
+    *(_STORAGE_INFO, "relative_path", "length"),
     *(_TENSOR, "properties", "size", "chunks"),
     *(_PROPERTIES, _BYTES),
 )
@@ -74,25 +74,28 @@ def encode_metadata(index: ix.Index) -> bytes:
         CheckpointCorruptError: `.metadata` cannot have a tensor's layout or memory format.
     """
     shared = (*_SHARED, *(entry.key for entry in index.objects))
-    first = len(shared)  # the number in the memo of the first state-dict key
-    number_of = {key: first + at for at, key in enumerate((*index.tensors, *index.blobs))}
+    keys = (*index.tensors, *index.blobs)
+    number_of = {key: number for number, key in enumerate(keys, len(shared))}  # in the memo
+    # What a key has in `storage_data` and `state_dict_metadata`, each with its own key first.
+    value_numbers = np.array([number_of[key] for key in index.blobs], np.int64)
+    locations = [_value_locations(index, value_numbers)]
     chunks: dict[str, bytes] = {}
-    places = [_value_places(index, np.array([number_of[key] for key in index.blobs], np.int64))]
     for group in index.groups():
-        pickled = _chunks(group)
+        rows = _chunks(group)
         for tensor, (low, high) in zip(group.tensors, group.bounds(), strict=True):
-            chunks[tensor.key] = pickled[low:high].tobytes()
-        keys = np.array([number_of[tensor.key] for tensor in group.tensors], dtype=np.int64)
-        places.append(_chunk_places(index, group, keys))
-    value = _get(_BYTES) + pickle.EMPTY_TUPLE + pickle.NEWOBJ
-    described: list[bytes] = []
-    heads: dict[object, bytes] = {}
+            chunks[tensor.key] = rows[low:high].tobytes()
+        numbers = np.array([number_of[tensor.key] for tensor in group.tensors], dtype=np.int64)
+        locations.append(_chunk_locations(index, group, numbers))
+    descriptions: list[bytes] = []
+    heads: dict[object, bytes] = {}  # many tensors have the same shape and properties
     for key, tensor in index.tensors.items():
-        alike = msgspec.structs.astuple(tensor)[1:-1]  # all but its key and chunks
-        if alike not in heads:
-            heads[alike] = _head(tensor)
-        described += (_put(key, number_of[key]), heads[alike], chunks[key], _TAIL)
-    described += (_put(key, number_of[key]) + value for key in index.blobs)
+        all_but_key_and_chunks = msgspec.structs.astuple(tensor)[1:-1]
+        if all_but_key_and_chunks not in heads:
+            heads[all_but_key_and_chunks] = _head(tensor)
+        head = heads[all_but_key_and_chunks]
+        descriptions += (_pushed_as(key, number_of[key]), head, chunks[key], _TAIL)
+    value = _from_memo(_BYTES) + pickle.EMPTY_TUPLE + pickle.NEWOBJ
+    descriptions += (_pushed_as(key, number_of[key]) + value for key in index.blobs)
     storage = {
         "checkpoint_id": index.storage.checkpoint_id,
         "save_id": index.storage.save_id,
@@ -100,18 +103,18 @@ def encode_metadata(index: ix.Index) -> bytes:
         "modules": list(index.storage.modules),
     }
     fields = {
-        # Only the last value of a field counts: the first one fills the memo.
-        "version": b"(" + b"".join(map(_put, shared, range(first))) + b"t",
-        "state_dict_metadata": _dict(*described),
-        "planner_data": _part(index.flatten_mapping),
-        "storage_data": _dict(*places),
-        "storage_meta": _new("StorageMeta") + _part(storage) + pickle.BUILD,
+        # A tuple of all that is shared, which fills the memo. The true version replaces it below.
+        "version": b"(" + b"".join(map(_pushed_as, shared, range(len(shared)))) + b"t",
+        "state_dict_metadata": _dict(*descriptions),
+        "planner_data": _pushed(index.flatten_mapping),
+        "storage_data": _dict(*locations),
+        "storage_meta": _new_object("StorageMeta") + _pushed(storage) + pickle.BUILD,
     }
-    state = [_part(name) + body for name, body in fields.items()]
+    state = [_pushed(name) + body for name, body in fields.items()]
     return b"".join([
         pickle.PROTO + bytes([_PROTOCOL]),
-        _new("Metadata"),
-        _dict(*state, _part("version") + _part(DCP_VERSION)) + pickle.BUILD + pickle.STOP,
+        _new_object("Metadata"),
+        _dict(*state, _pushed("version") + _pushed(DCP_VERSION)) + pickle.BUILD + pickle.STOP,
     ])  # fmt: skip
 
 
@@ -130,50 +133,58 @@ def _head(tensor: ix.Tensor) -> bytes:
     memory_format = _Global(_METADATA, "_MEM_FORMAT_ENCODING")
     return b"".join([
         _opened(_TENSOR),
-        *(_get("properties"), _get(_PROPERTIES), pickle.EMPTY_TUPLE, pickle.NEWOBJ),
+        *(_from_memo("properties"), _from_memo(_PROPERTIES), pickle.EMPTY_TUPLE, pickle.NEWOBJ),
         pickle.MARK,  # what torch 2.6 to 2.14 pickle; later versions append to it
-        _part(_Global("torch", tensor.dtype)),
+        _pushed(_Global("torch", tensor.dtype)),
         _called(layout, f"torch.{tensor.layout}"),
-        _part(tensor.requires_grad),
+        _pushed(tensor.requires_grad),
         _called(memory_format, _MEMORY_FORMATS.index(tensor.memory_format)),
-        *(_part(tensor.pin_memory), pickle.TUPLE, pickle.BUILD),
-        *(_get("size"), _called(_SIZE, tensor.shape)),
-        *(_get("chunks"), pickle.EMPTY_LIST, pickle.MARK),
+        *(_pushed(tensor.pin_memory), pickle.TUPLE, pickle.BUILD),
+        *(_from_memo("size"), _called(_SIZE, tensor.shape)),
+        *(_from_memo("chunks"), pickle.EMPTY_LIST, pickle.MARK),
     ])  # fmt: skip
 
 
 def _chunks(group: ix.Group) -> _Rows:
-    """A row for each chunk: its ChunkStorageMetadata."""
+    """Return a row for each chunk: the opcodes of its ChunkStorageMetadata."""
     return _side_by_side(
         len(group.rows),
         _opened(_CHUNK),
-        *(_get("offsets"), *_size(group.offsets)),
-        *(_get("sizes"), *_size(group.sizes)),
+        *(_from_memo("offsets"), *_size(group.offsets)),
+        *(_from_memo("sizes"), *_size(group.sizes)),
         _CLOSED,
     )
 
 
-def _chunk_places(index: ix.Index, group: ix.Group, keys: ix.Numbers) -> bytes:
-    """For each chunk: its MetadataIndex and its StorageInfo."""
+def _chunk_locations(index: ix.Index, group: ix.Group, keys: ix.Numbers) -> bytes:
+    """Return, for each chunk, the opcodes of its MetadataIndex and its StorageInfo.
+
+    Args:
+        keys: the numbers in the memo of the keys of the group's tensors.
+    """
     return _side_by_side(
         len(group.rows),
-        _opened(_PLACE),
-        *(_get("fqn"), *_get_each(keys[group.owner])),
-        *(_get("offset"), *_size(group.offsets)),
-        *(_get("index"), _numbers(group.chunk_in_tensor)),
+        _opened(_METADATA_INDEX),
+        *(_from_memo("fqn"), *_each_from_memo(keys[group.owner])),
+        *(_from_memo("offset"), *_size(group.offsets)),
+        *(_from_memo("index"), _numbers(group.chunk_in_tensor)),
         _CLOSED,
         *_storage_info(index, group.rows),
     ).tobytes()
 
 
-def _value_places(index: ix.Index, keys: ix.Numbers) -> bytes:
-    """For each pickled value: its MetadataIndex and its StorageInfo."""
+def _value_locations(index: ix.Index, keys: ix.Numbers) -> bytes:
+    """Return, for each pickled value, the opcodes of its MetadataIndex and its StorageInfo.
+
+    Args:
+        keys: the numbers in the memo of the keys of the values, whose rows are the last ones.
+    """
     items = len(index.columns.offset)
     return _side_by_side(
         len(keys),
-        _opened(_PLACE),
-        *(_get("fqn"), *_get_each(keys)),
-        *(_get("index"), pickle.NONE),
+        _opened(_METADATA_INDEX),
+        *(_from_memo("fqn"), *_each_from_memo(keys)),
+        *(_from_memo("index"), pickle.NONE),
         _CLOSED,
         *_storage_info(index, np.arange(items - len(keys), items)),
     ).tobytes()
@@ -182,14 +193,15 @@ def _value_places(index: ix.Index, keys: ix.Numbers) -> bytes:
 def _storage_info(index: ix.Index, rows: ix.Numbers) -> tuple[bytes | _Rows, ...]:
     """Return the opcodes of the StorageInfo of items: one row for each row of the index."""
     columns = index.columns
+    # In the memo, the keys of the objects follow `_SHARED`.
     keys = columns.object_number[rows].astype(np.int64) + len(_SHARED)
     length = columns.payload_length[rows].astype(np.int64)
     length += columns.lead[rows].astype(np.int64) + columns.trail[rows].astype(np.int64)
     return (
-        _opened(_INFO),
-        *(_get("relative_path"), *_get_each(keys)),
-        *(_get("offset"), _numbers(columns.offset[rows])),
-        *(_get("length"), _numbers(length)),
+        _opened(_STORAGE_INFO),
+        *(_from_memo("relative_path"), *_each_from_memo(keys)),
+        *(_from_memo("offset"), _numbers(columns.offset[rows])),
+        *(_from_memo("length"), _numbers(length)),
         _CLOSED,
     )
 
@@ -202,7 +214,7 @@ _CLOSED: Final = pickle.SETITEMS + pickle.BUILD
 _TAIL: Final = pickle.APPENDS + _CLOSED
 
 
-def _part(value: object) -> bytes:
+def _pushed(value: object) -> bytes:
     """Return the opcodes that push a value and leave the memo alone."""
     if isinstance(value, _Global):
         return pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
@@ -213,51 +225,52 @@ def _part(value: object) -> bytes:
     return buffer.getvalue()[len(pickle.PROTO) + 1 : -len(pickle.STOP)]
 
 
-def _put(value: object, number: int) -> bytes:
-    """Push a value and give it a number in the memo."""
-    return _part(value) + pickle.LONG_BINPUT + number.to_bytes(4, "little")
+def _pushed_as(value: object, number: int) -> bytes:
+    """Return the opcodes that push a value and give it a number in the memo."""
+    return _pushed(value) + pickle.LONG_BINPUT + number.to_bytes(4, "little")
 
 
-def _get(value: object) -> bytes:
-    """Push one of `_SHARED`."""
+def _from_memo(value: object) -> bytes:
+    """Return the opcodes that push one of `_SHARED`, from the memo."""
     return pickle.BINGET + bytes([_SHARED.index(value)])
 
 
-def _get_each(numbers: ix.Column | ix.Numbers) -> tuple[bytes, _Rows]:
-    """In each row, push the value that has this number in the memo."""
+def _each_from_memo(numbers: ix.Column | ix.Numbers) -> tuple[bytes, _Rows]:
+    """Return the opcodes that push, in each row, the value with this number in the memo."""
     return pickle.LONG_BINGET, numbers.astype("<u4").view(np.uint8).reshape(len(numbers), 4)
 
 
-def _new(name: str) -> bytes:
-    """Push a new object of a class of torch's."""
-    return _part(_Global(_METADATA, name)) + pickle.EMPTY_TUPLE + pickle.NEWOBJ
+def _new_object(name: str) -> bytes:
+    """Return the opcodes that push a new object of a class of torch's."""
+    return _pushed(_Global(_METADATA, name)) + pickle.EMPTY_TUPLE + pickle.NEWOBJ
 
 
 def _called(function: _Global, argument: object) -> bytes:
-    """Push what a function of torch returns for an argument."""
-    return _part(function) + _part(argument) + pickle.TUPLE1 + pickle.REDUCE
+    """Return the opcodes that push what a function of torch returns for an argument."""
+    return _pushed(function) + _pushed(argument) + pickle.TUPLE1 + pickle.REDUCE
 
 
 def _dict(*items: bytes) -> bytes:
+    """Return the opcodes that push a dictionary; each item pushes keys and their values."""
     return b"".join([pickle.EMPTY_DICT, pickle.MARK, *items, pickle.SETITEMS])
 
 
 def _opened(cls: _Global) -> bytes:
-    """Push a new object; then come its attributes, then `_CLOSED`."""
-    return _get(cls) + pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.EMPTY_DICT + pickle.MARK
+    """Return the opcodes that push a new object; its attributes follow, then `_CLOSED`."""
+    return _from_memo(cls) + pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.EMPTY_DICT + pickle.MARK
 
 
 def _size(sizes: ix.Matrix) -> tuple[bytes | _Rows, ...]:
-    """In each row, push a `torch.Size` of the row's numbers."""
-    opened, closed = _get(_SIZE) + pickle.MARK, pickle.TUPLE + pickle.TUPLE1 + pickle.REDUCE
+    """Return the opcodes that push, in each row, a `torch.Size` of the row's numbers."""
+    opened, closed = _from_memo(_SIZE) + pickle.MARK, pickle.TUPLE + pickle.TUPLE1 + pickle.REDUCE
     numbers = _numbers(sizes.reshape(-1))
     rows, dims = sizes.shape
     return opened, numbers.reshape(rows, dims * numbers.shape[1]), closed
 
 
 def _numbers(column: ix.Column | ix.Numbers) -> _Rows:
-    """In each row, push the row's number."""
-    is_small = int(column.max(initial=0)) < 2**31
+    """Return the opcodes that push, in each row, the row's number."""
+    is_small = int(column.max(initial=0)) < 2**31  # rows have the same width, so all or none
     opcode, dtype = (pickle.BININT, "<i4") if is_small else (pickle.LONG1 + b"\x08", "<i8")
     numbers = column.astype(dtype)
     digits = numbers.view(np.uint8).reshape(len(column), numbers.itemsize)

@@ -41,8 +41,8 @@ _INDEX = "model.safetensors.index.json"
 # The files that count in a folder, whatever else is there.
 BY_NAME = (_ONE_FILE, _INDEX)
 _SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors\Z")
-# The format's names of dtypes and torch's, for both ways.
-_NAMES = {
+# Torch's names of the format's dtypes.
+_TORCH_NAMES = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
@@ -64,9 +64,9 @@ _NAMES = {
     "BOOL": "bool",
     "C64": "complex64",
 }
-_NAMES_OF = {dtype: name for name, dtype in _NAMES.items()}
+_FORMAT_NAMES = {dtype: name for name, dtype in _TORCH_NAMES.items()}
 # The format counts numbers; an element of torch's dtype is two of them, in the last dimension.
-_PAIRS = "float4_e2m1fn_x2"
+_TWO_NUMBERS = "float4_e2m1fn_x2"
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 # The format's own limit for a file, here for all files of a model. (140,000 tensors take 20 MB.)
@@ -146,8 +146,8 @@ def check(key: str, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> No
             key=key,
         )
     stored = constant_name(dtype)
-    if stored not in _NAMES_OF or (stored == _PAIRS and not shape):
-        what = f"safetensors has no {'scalar of' if stored in _NAMES_OF else 'dtype'} {stored}"
+    if stored not in _FORMAT_NAMES or (stored == _TWO_NUMBERS and not shape):
+        what = f"safetensors has no {'scalar of' if stored in _FORMAT_NAMES else 'dtype'} {stored}"
         raise UnsupportedError(
             what,
             advice="convert it (dtype=), leave it out (keys=), or export to a torch.save file",
@@ -158,16 +158,16 @@ def check(key: str, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> No
 def header_bytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
     """Return the bytes before the memory of these tensors, which follow without gaps."""
     entries: dict[str, Any] = {_METADATA: {"format": "pt"}}
-    at = 0
+    start = 0
     for name, dtype, shape in tensors:
-        end = at + math.prod(shape) * dtype.itemsize
+        end = start + math.prod(shape) * dtype.itemsize
         stored = constant_name(dtype)
         entries[name] = {
-            "dtype": _NAMES_OF[stored],
-            "shape": [*shape[:-1], 2 * shape[-1]] if stored == _PAIRS else list(shape),
-            "data_offsets": [at, end],
+            "dtype": _FORMAT_NAMES[stored],
+            "shape": [*shape[:-1], 2 * shape[-1]] if stored == _TWO_NUMBERS else list(shape),
+            "data_offsets": [start, end],
         }
-        at = end
+        start = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
@@ -190,23 +190,32 @@ def choose_files(
         InputError: there are several files or indices, or one of several shards, or there may be.
         CheckpointCorruptError: the index is damaged, or names something outside of the folder.
     """
-    inside = [key for key in keys if "/" not in key]
-    files = [key for key in inside if key.endswith(SUFFIX)]
-    indices = [key for key in inside if key.endswith(_INDEX_SUFFIX)]
+    directly_inside = [key for key in keys if "/" not in key]
+    files = [key for key in directly_inside if key.endswith(SUFFIX)]
+    indices = [key for key in directly_inside if key.endswith(_INDEX_SUFFIX)]
     if _ONE_FILE in files:
         return WeightFiles([_ONE_FILE], {})
     if _INDEX in indices or (len(indices) == 1 and not is_cut):
         weight_map = _read_index(store, _INDEX if _INDEX in indices else indices[0])
         return WeightFiles(sorted({*weight_map.values()}), weight_map)
-    is_part = len(files) == 1 and (shard := _SHARD.search(files[0])) and int(shard[1]) != 1
-    if indices or len(files) > 1 or is_part or (files and is_cut):
+    if not files and not indices:
+        return None
+    is_whole_model = len(files) == 1 and not _is_shard(files[0])
+    if indices or is_cut or not is_whole_model:
         why = "there are too many objects to list" if is_cut else "there is no single index"
         named = ", ".join(indices or files)
         raise InputError(f"{why}, so name one of the files: {named}", url=store.url)
-    return WeightFiles(files, {}) if files else None
+    return WeightFiles(files, {})
+
+
+def _is_shard(name: str) -> bool:
+    """Return whether a file is one of several, such as `model-00001-of-00002.safetensors`."""
+    shard = _SHARD.search(name)
+    return shard is not None and int(shard[1]) != 1
 
 
 def _read_index(store: ObjectStore, name: str) -> dict[str, str]:
+    """Return the file of each tensor, as a key of the folder."""
     body, _ = store.get(name, max_size_bytes=_MOST_INDEX_BYTES)
     try:
         weight_map = _indices.decode(body).weight_map
@@ -230,24 +239,25 @@ def read_headers(store: ObjectStore, sizes_bytes: Mapping[str, int]) -> dict[str
     """
 
     def read_first(name: str) -> tuple[int, bytes]:
-        first = bytes(read_range(store, name, 0, min(sizes_bytes[name], _FIRST_READ_BYTES)))
-        if first.startswith(_LFS_POINTER):
+        """Return where a file's header ends, and its text as far as the first read has it."""
+        body = bytes(read_range(store, name, 0, min(sizes_bytes[name], _FIRST_READ_BYTES)))
+        if body.startswith(_LFS_POINTER):
             raise _broken(store, name, _LFS_ADVICE)
-        end = _LENGTH_BYTES + int.from_bytes(first[:_LENGTH_BYTES], "little")
+        end = _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
         if not _LENGTH_BYTES < end <= sizes_bytes[name]:
             raise _broken(store, name, f"its header would end at byte {end} of {sizes_bytes[name]}")
-        return end, first[_LENGTH_BYTES:end]
+        return end, body[_LENGTH_BYTES:end]
 
     names = list(sizes_bytes)
-    first = dict(zip(names, in_waves(read_first, names), strict=True))
-    if sum(end for end, _ in first.values()) > _MOST_HEADER_BYTES:
+    first_reads = dict(zip(names, in_waves(read_first, names), strict=True))
+    if sum(end for end, _ in first_reads.values()) > _MOST_HEADER_BYTES:
         text = f"the headers of its files have more than {_MOST_HEADER_BYTES} bytes"
         raise CheckpointCorruptError(text, url=store.url)
 
     def read_whole(name: str) -> bytes:
-        end, text = first[name]
-        at = _LENGTH_BYTES + len(text)
-        return text if at == end else text + read_range(store, name, at, end)
+        end, text = first_reads[name]
+        read_to = _LENGTH_BYTES + len(text)
+        return text if read_to == end else text + read_range(store, name, read_to, end)
 
     return dict(zip(names, in_waves(read_whole, names), strict=True))
 
@@ -273,11 +283,11 @@ def index_of(
     places: dict[str, _Place] = {}
     for name, text in texts.items():
         try:
-            of_file = _parsed(name, text, sizes_bytes[name])
+            places_in_file = _parsed(name, text, sizes_bytes[name])
         except _UNREADABLE as error:
             raise _broken(store, name, str(error)) from None
-        for key, place in of_file.items():
-            if weight_map.get(key, name) != name:
+        for key, place in places_in_file.items():
+            if weight_map.get(key, name) != name:  # the index says that another file's counts
                 continue
             if key in places:
                 other = places[key].file
@@ -294,7 +304,7 @@ def index_of(
 def _index(places: Mapping[str, _Place], sizes_bytes: Mapping[str, int]) -> ix.Index:
     """Return an index of tensors that each lie in one piece of a file, without digests."""
     numbers = {name: number for number, name in enumerate(sizes_bytes)}
-    nothing = np.zeros(len(places), np.uint64)
+    zeros = np.zeros(len(places), np.uint64)
     extents = np.array([size for place in places.values() for size in place.shape], np.uint64)
 
     def column(values: Iterable[int]) -> ix.Column:
@@ -303,10 +313,10 @@ def _index(places: Mapping[str, _Place], sizes_bytes: Mapping[str, int]) -> ix.I
     columns = ix.Columns(
         object_number=column(numbers[place.file] for place in places.values()),
         offset=column(place.start for place in places.values()),
-        lead=nothing,
+        lead=zeros,
         payload_length=column(place.end - place.start for place in places.values()),
-        trail=nothing,
-        pickled=nothing,
+        trail=zeros,
+        pickled=zeros,
         chunk_offsets=np.zeros_like(extents),
         chunk_sizes=extents,
         digests=np.empty(0, np.uint8),
@@ -339,33 +349,33 @@ def _parsed(name: str, text: bytes, size_bytes: int) -> dict[str, _Place]:
     Raises:
         ValueError: the header is damaged, or contradicts itself or the file's size.
     """
-    begin = _LENGTH_BYTES + len(text)
+    data_start = _LENGTH_BYTES + len(text)
     places = {
-        key: _place(name, key, entry, begin=begin, size_bytes=size_bytes)
+        key: _place(name, key, entry, data_start)
         for key, entry in _entries.decode(text).items()
         if key != _METADATA
     }
-    at = begin
-    for key, place in sorted(places.items(), key=lambda item: item[1][-2:]):
-        if place.start not in (at, place.end):
-            raise ValueError(f"{key!r} begins at byte {place.start}, and not at byte {at}")
-        at = max(at, place.end)
-    if at != size_bytes:
-        raise ValueError(f"its tensors end at byte {at} of {size_bytes}")
+    filled_to = data_start
+    for key, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].end)):
+        is_empty = place.start == place.end  # and may lie anywhere
+        if place.start != filled_to and not is_empty:
+            raise ValueError(f"{key!r} begins at byte {place.start}, and not at byte {filled_to}")
+        filled_to = max(filled_to, place.end)
+    if filled_to != size_bytes:
+        raise ValueError(f"its tensors end at byte {filled_to} of {size_bytes}")
     return places
 
 
-def _place(name: str, key: str, entry: _Entry | None, *, begin: int, size_bytes: int) -> _Place:
+def _place(name: str, key: str, entry: _Entry | None, data_start: int) -> _Place:
     """Return where a file has a tensor; raise ValueError if the header's entry cannot be true."""
-    shape, offsets = ("", "") if entry is None else (entry.shape, entry.data_offsets)
-    if entry is None or isinstance(shape, str) or isinstance(offsets, str):
+    if entry is None or isinstance(entry.shape, str) or isinstance(entry.data_offsets, str):
         raise ValueError(f"{key!r} has no shape or no data_offsets")
+    shape, (start, end) = entry.shape, entry.data_offsets
     if len(shape) > _MOST_DIMENSIONS:
         raise ValueError(f"{key!r} has {len(shape)} dimensions")
-    start, end = offsets
     # A dtype that is not known here has no name of torch's, which are in lower case.
-    dtype = _NAMES.get(entry.dtype, entry.dtype.upper())
-    if dtype == _PAIRS:
+    dtype = _TORCH_NAMES.get(entry.dtype, entry.dtype.upper())
+    if dtype == _TWO_NUMBERS:
         if shape and shape[-1] % 2 == 0:
             shape = (*shape[:-1], shape[-1] // 2)
         else:  # torch has no such tensor
@@ -373,8 +383,8 @@ def _place(name: str, key: str, entry: _Entry | None, *, begin: int, size_bytes:
     item_bytes = ix.ITEM_SIZE_BYTES.get(dtype, 0)
     if start > end or (item_bytes and start + math.prod(shape) * item_bytes != end):
         raise ValueError(f"{key!r} has offsets {start} and {end} that do not fit its shape")
-    if begin + end > size_bytes:
-        raise ValueError(f"{key!r} would end at byte {begin + end} of {size_bytes}")
+
+    # A size of 0 does not hide others that are too large to multiply.
     if math.prod(max(size, 1) for size in shape) * max(item_bytes, 1) >= 2**63:
         raise ValueError(f"{key!r} has an impossible shape")
-    return _Place(name, dtype, shape, begin + start, begin + end)
+    return _Place(name, dtype, shape, data_start + start, data_start + end)

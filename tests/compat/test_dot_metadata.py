@@ -29,7 +29,7 @@ from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError
 from tests.support import indexes
 from tests.support.campaign import cases
 
-FAR = 2**40
+FAR = 2**31  # the least that takes eight bytes
 
 
 def chunk(number: int, offset: int, row: int) -> indexes.Chunk:
@@ -191,7 +191,10 @@ def test_a_metadata_that_stock_torch_has_pickled_itself_describes_the_same_index
     assert StockDotMetadata().describes(StockDotMetadata().derive(body), body)
     body = ix.encode(index())
     assert StockDotMetadata().describes(pickle.dumps(metadata()), body)
-    other = metadata()
-    other.storage_data[MetadataIndex("step")] = _StorageInfo("__0_0.a1.distcp", 1000, 901)
-    assert not StockDotMetadata().describes(pickle.dumps(other), body)
+    elsewhere, retyped, moved = metadata(), metadata(), metadata()
+    elsewhere.storage_data[MetadataIndex("step")] = _StorageInfo("__0_0.a1.distcp", 1000, 901)
+    retyped.state_dict_metadata["n"].properties.dtype = torch.int64
+    moved.planner_data["n"] = ("m",)
+    for other in (elsewhere, retyped, moved):
+        assert not StockDotMetadata().describes(pickle.dumps(other), body)
     assert not StockDotMetadata().describes(b"other", body)

@@ -12,6 +12,7 @@ import torch
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint import read as checkpoint_read
+from dcp_objstore.compat.safetensors import header_bytes
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -19,6 +20,7 @@ from dcp_objstore.errors import (
     InputError,
     UnsupportedError,
 )
+from dcp_objstore.inspect.checkpoint import TensorEntry
 from dcp_objstore.read import stored_checkpoint
 from dcp_objstore.stores import open_store
 from tests.support.checkpoints import memory_url, put_weights as put
@@ -144,9 +146,44 @@ BAD: dict[str, dict[str, bytes]] = {
         ONE: file_of({"a": F32, "w": {**F32, "dtype": "X", "data_offsets": [8, 0]}}, bytes(8))
     },
     "tensors end at byte": {ONE: file_of({"a": F32}, bytes(9))},
+    "tensors end at byte ": {ONE: file_of({"a": F32}, bytes(7))},
+    "65 dimensions": {ONE: file_of({"a": {**F32, "shape": [2] + [1] * 64}}, bytes(8))},
+    "impossible shape": {
+        ONE: file_of({"a": {**F32, "shape": [0, 2**61, 1], "data_offsets": [0, 0]}})
+    },
     "F6_E3M2": {ONE: file_of({"w": {**F32, "dtype": "F6_E3M2"}}, bytes(8))},
     "QUINT8": {ONE: file_of({"w": {**F32, "dtype": "quint8"}}, bytes(8))},
 }
+
+
+DTYPES = {
+    "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1), "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
+    "F8_E5M2": ("float8_e5m2", 1), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1), "F4": ("float4_e2m1fn_x2", 1), "I64": ("int64", 8),
+    "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1), "U64": ("uint64", 8),
+    "U32": ("uint32", 4), "U16": ("uint16", 2), "U8": ("uint8", 1), "BOOL": ("bool", 1),
+    "C64": ("complex64", 8),
+}  # fmt: skip
+
+
+def test_each_dtype_of_the_format_is_read_and_written(memory):
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (_, size) in DTYPES.items():
+        shape = [1] * 63 + [2 if name == "F4" else 1]  # 64 dimensions, the most that torch has
+        header[name] = {"dtype": name, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    tensors = [(name, getattr(torch, dtype), (1,) * 64) for name, (dtype, _) in DTYPES.items()]
+    assert json.loads(header_bytes(tensors)[8:]) == header
+    header["empty"] = {**F32, "shape": [0], "data_offsets": [3, 3]}  # may lie anywhere
+    # A header that the first read has not whole.
+    put(memory, model=file_of(json.dumps(header).encode() + b" " * 300_000, bytes(end)))
+    checkpoint = dos.open(memory)
+    entries = [entry for entry in checkpoint.values() if isinstance(entry, TensorEntry)]
+    found = {entry.key: (entry.dtype_name, entry.nbytes) for entry in entries}
+    assert found == {**DTYPES, "empty": ("float32", 0)}
+    assert checkpoint["F32"].read().shape == (1,) * 64
 
 
 @pytest.mark.parametrize("text", BAD)

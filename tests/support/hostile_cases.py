@@ -520,6 +520,8 @@ TAKES: dict[str, Any] = {
     "UntypedStorage(2**33)": lambda: h.v2(h.called("torch.storage.UntypedStorage", h.long_number(1 << 33))),
     "a Tensor through _rebuild_from_type_v2": lambda: h.v2(h.called(
         "torch._tensor._rebuild_from_type_v2", b"ctorch\nTensor\n", b"ctorch\nTensor\n", p.tupled(h.long_number(1 << 33)), p.NONE)),
+    "a Tensor of a Size through _rebuild_from_type_v2": lambda: h.v2(h.called(
+        "torch._tensor._rebuild_from_type_v2", b"ctorch\nTensor\n", b"ctorch\nTensor\n", h.called("torch.Size", p.tupled(h.long_number(1 << 33))), p.NONE)),
     "storage says 2**40": lambda: h.archive(h.PICKLE_OF_4.replace(b"K\4t", h.long_number(1 << 40) + b"t"), {"data/0": bytes(16)}),
     "storage says -4": lambda: h.archive(h.PICKLE_OF_4.replace(b"K\4t", p.number(-4) + b"t"), {"data/0": bytes(16)}),
     "one storage by two names": lambda: h.archive(
