@@ -88,9 +88,7 @@ def _lines(listing: dos.reports.Listing) -> Iterator[_Line]:
 
 
 def _notes(entry: dos.reports.ListedCheckpoint) -> str:
-    """Return the text of the last column: what it is, pins, metrics and the other metadata."""
-    if entry.is_fence:
-        return "never committed: a fence"
+    """Return the text of the last column: pins, metrics and the other metadata."""
     others = dict(entry.user_metadata)
     metrics = others.pop("metrics", {})  # a dict if a manager saved it; users may save anything
     by_name = metrics if isinstance(metrics, dict) else {"metrics": metrics}

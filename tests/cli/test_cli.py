@@ -22,7 +22,6 @@ from dcp_objstore.checkpoint.pins import pin
 from dcp_objstore.cli import convert
 from dcp_objstore.cli.exits import exits, status_of
 from dcp_objstore.cli.ls import print_checkpoints
-from dcp_objstore.cli.options import size_bytes
 from dcp_objstore.run.upkeep import delete
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.local import LocalStore
@@ -92,19 +91,19 @@ def test_each_kind_of_error_has_its_status(error, status, capsys):
     assert shown.count("\n") == 1
 
 
-def test_the_notes_of_an_error_keep_their_lines(capsys):
-    error = errors.StoreUnavailableError("it did not start")
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_notes_keep_their_lines_and_an_error_its_own_on_a_terminal(
+    capsys, monkeypatch, on_terminal
+):
+    error = errors.StoreUnavailableError("it did not start", url="s3://b")
     error.add_note("the log ends:\nfirst\nsecond")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: on_terminal)
     with pytest.raises(SystemExit), exits():
         raise error
-    assert capsys.readouterr().err.splitlines()[1:] == ["the log ends:", "first", "second"]
-
-
-@pytest.mark.parametrize(("letter", "power"), [("K", 1), ("M", 2), ("G", 3), ("T", 4)])
-def test_a_size_counts_in_thousands_or_with_an_i_in_1024(letter, power):
-    for unit, base in ((f"{letter}B", 1000), (f"{letter}iB", 1024)):
-        for written in (unit, unit.lower(), f" {unit}"):
-            assert size_bytes("--size", f"1.5{written}") == 3 * base**power // 2
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert ("doctor" in first) is not on_terminal
+    assert len(lines) == (5 if on_terminal else 3)
+    assert lines[-3:] == ["the log ends:", "first", "second"]
 
 
 @pytest.mark.parametrize("said", [(), ("interrupted while waiting",)])
@@ -238,14 +237,29 @@ def test_ls_shows_pins_and_as_json_the_markers_figures(tmp_path, capsys):
     print_checkpoints(url, as_json=False)
     assert "; ".join(("pinned: paper", "loss 0.5")) in capsys.readouterr().out
     print_checkpoints(url, as_json=True)
-    entry = json.loads(capsys.readouterr().out)
-    assert {name: entry[name] for name in ("url", "state", "bytes", "world_size")} == {
+    entry, step = json.loads(capsys.readouterr().out), dos.list_checkpoints(url).checkpoints[0]
+    assert entry == {
         "url": url,
         "state": "committed",
         "bytes": 2048,
+        "tensors": 3,
+        "objects": 1,
         "world_size": 4,
+        "created": step.created_at.isoformat(timespec="seconds"),
+        "commit_id": step.commit_id,
+        "claim": 0,
+        "pins": ["paper"],
+        "user_metadata": {"loss": 0.5},
     }
-    assert (entry["user_metadata"], entry["pins"]) == ({"loss": 0.5}, ["paper"])
+
+
+def test_ls_says_what_else_a_step_has(tmp_path):
+    url = f"file://{tmp_path}/run"
+    save_step(f"{url}/step-1", step=1, metrics={"loss": 0.123456, "good": True}, note="a", n=[2])
+    save_step(f"{url}/step-2", metrics="none")
+    first, second = run_here("ls", url).stdout.splitlines()[2:]
+    assert first.endswith("step-1  loss 0.1235, good true, note a, n [2]")
+    assert second.endswith("step-2  metrics none")
 
 
 def test_ls_of_what_is_not_there_or_damaged_says_so(tmp_path):
@@ -273,6 +287,10 @@ def test_a_url_at_which_nothing_is_gets_the_urls_most_like_it(tmp_path, monkeypa
             said = run_here(command, f"file://{tmp_path}/{wrong}").stderr
             assert f"did you mean 'file://{tmp_path}/{right}'?" in said
     save_step(f"file://{tmp_path}/first-run-2/step-10")
+    (tmp_path / "a-file").write_bytes(b"")
+    assert "did you mean" not in run_here("inspect", f"file://{tmp_path}/a-filf").stderr
+    said = run_here("inspect", f"file://{tmp_path}/first-rum").stderr
+    assert f"'file://{tmp_path}/first-run' or 'file://{tmp_path}/first-run-2'?" in said
     for name in ("other", "first-run"):  # a run, which is no checkpoint
         assert "did you mean" not in run_here("inspect", f"file://{tmp_path}/{name}").stderr
 
@@ -333,13 +351,6 @@ def test_import_prints_its_result_unless_a_terminal_shows_it_already(
     done = run_here("import", f"{tmp_path}/w.pt", f"file://{tmp_path}/a")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"saved file://{tmp_path}/a") == (0 if out and err else 1)
-
-
-@pytest.mark.campaign  # a process that imports torch
-def test_import_prints_its_result_once_on_a_terminal(tmp_path):
-    torch.save({"w": torch.ones(3)}, tmp_path / "w.pt")
-    printed = on_terminal(200, "import", f"{tmp_path}/w.pt", f"file://{tmp_path}/a")
-    assert printed.count(f"saved file://{tmp_path}/a") == 1
 
 
 def test_each_command_says_what_it_makes_of_weights(tmp_path):

@@ -283,6 +283,9 @@ def test_a_step_that_is_not_there_or_not_the_newest_fails_the_proofs(told):
     assert fails(told.prove_invisible, told.spec.child("step-8"))
     for last in (None, 4, 8, 20):
         assert fails(told.prove_preempted, [ended(None, last=last)])
+    dos.save({"w": torch.ones(1)}, f"{told.spec.url}/step-14", progress=False)
+    assert fails(told.prove_preempted, [ended(None, last=14), ended(None, last=12)])
+    assert fails(told.prove_invisible, torn), "the newest step is not 8"
     dos.save({"w": torch.ones(1)}, torn.url, progress=False)
     assert fails(told.prove_invisible, torn)
 
@@ -335,7 +338,7 @@ def test_how_a_rank_ended_is_known_whatever_ended_it():
                 "SLURM_STEP_NUM_TASKS": "4",
                 "SLURM_PROCID": "3",
                 "SLURM_LOCALID": "1",
-                "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+                "SLURM_STEP_TASKS_PER_NODE": "1,2(x3)",
                 "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
                 "SLURM_JOB_ID": "12345",
             },
@@ -353,8 +356,13 @@ def test_the_ranks_of_an_allocation_are_found(env, launcher_name, rank, monkeypa
     found, variables = demo_crew._allocation()
     assert (found, variables.get("RANK")) == (launcher_name, rank)
     if found == "srun":
-        assert variables["MASTER_PORT"] == "22345"
+        assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("10.0.0.1", "22345")
         assert (variables["LOCAL_WORLD_SIZE"], variables["LOCAL_RANK"]) == ("2", "1")
+        assert variables["WORLD_SIZE"] == "4"
+        monkeypatch.setenv("MASTER_ADDR", "h")
+        monkeypatch.setenv("MASTER_PORT", "1")
+        _, variables = demo_crew._allocation()
+        assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("h", "1")
 
 
 def test_what_the_demo_cannot_do_is_said_before_any_rank_starts(tmp_path):
@@ -406,6 +414,19 @@ def test_the_report_has_the_fields_of_the_issue_form_and_names_no_bucket(told, m
     assert {"Machine", "Store", "Command", "results.json"} <= set(fields)
     results = json.loads(re.findall(r"^```json\n(.*?)^```", text, re.M | re.S)[0])
     assert "**a phase**\n\n- it was shown\n" in text
+    assert "\ndcp-objstore demo --url s3://... --report x.md\n" in text
+    speed = results.pop("gib_per_second")
+    for way in ("save", "plain_puts", "load", "plain_gets"):
+        median = getattr(speeds, way).gib_per_second.median
+        assert speed[way] == pytest.approx(2 * median, abs=1e-3)
+    assert {name: results[name] for name in results if name != "versions"} == {
+        "ranks": 4,
+        "resume_ranks": 2,
+        "launcher": None,
+        "device": "cpu",
+        "seconds": 12.0,
+        "processes": 2,
+    }
     # By its package, which may leave out the "+cpu" of its own name.
     assert results["versions"]["torch"] == importlib.metadata.version("torch")
     assert "secret-bucket" not in text

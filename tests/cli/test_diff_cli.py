@@ -21,8 +21,10 @@ def urls(tmp_path: Path) -> tuple[str, str]:
     one, other = (tmp_path / "step-1").as_uri(), (tmp_path / "step-2").as_uri()
     long = "model.layers.17.self_attention.query_projection.weight"
     alike = {"model.b": torch.ones(4), long: torch.zeros(20, 3), "step": 1, "text": "a"}
+    alike |= {"wide": torch.ones(2), "cut": torch.ones(4)}
     dos.save({**alike, "old": 1, "model.half": torch.ones(2)}, one, progress=False)
     other_state = {**alike, long: torch.full((20, 3), 0.5), "step": 2, "text": "b" * 70}
+    other_state |= {"wide": torch.ones(2, 1), "cut": torch.ones(3).half()}
     dos.save({**other_state, "new": 1, "model.half": torch.ones(2).half()}, other, progress=False)
     return one, other
 
@@ -38,10 +40,12 @@ def test_differences_are_printed_on_80_columns(urls, capsys, monkeypatch):
         "added     new",
         "changed   model.layers.17.self_attention.query_projection.weight",
         "            float32 [20, 3]",
+        "reshaped  wide  [2] -> [2, 1]",
+        "reshaped  cut  [4] -> [3], float32 -> float16",
         "retyped   model.half  float32 -> float16",
         "changed   step  1 -> 2",
         "changed   text",
-        "6 differences, 1 equal (no tensor read)",
+        "8 differences, 1 equal (no tensor read)",
     ]
     assert all(len(line) <= 80 for line in lines[2:])
     print_diff(*urls, **{**ALL, "keys": ["model.b"]})
@@ -56,20 +60,25 @@ def test_values_that_are_too_large_to_print_are_named_by_their_type(urls, capsys
     for _ in range(100_000):
         deep = [deep]
     values = {"repeated": repeated, "deep": (deep,), "number": (10**5000,), "keys": ({(1, 2): 3},)}
+    others = {"lines": torch.eye(2), "fits": "x" * 53, "long": "x" * 54, "code": None}
     differences = tuple(
-        dos.reports.ValueDifference(key=key, is_known=True, value=value, other_value=1)
-        for key, value in values.items()
+        dos.reports.ValueDifference(key=key, is_known=key != "code", value=value, other_value=1)
+        for key, value in {**values, **others}.items()
     )
     report = dataclasses.replace(dos.diff(*urls), values=differences)
     monkeypatch.setattr(dos, "diff", lambda *_, **__: report)
     with pytest.raises(SystemExit):
         print_diff(*urls, **{**ALL, "as_json": True})
     shown = {one["key"]: one["value"] for one in json.loads(capsys.readouterr().out)["values"]}
+    shown = {key: shown[key] for key in values}
     assert shown.pop("keys") == "({(1, 2): 3},)"
     assert set(shown.values()) == {"<tuple, too large to show>"}
     with pytest.raises(SystemExit):
         print_diff(*urls, **ALL)
-    assert "changed   keys  ({(1, 2): 3},) -> 1" in capsys.readouterr().out
+    lines = [line.split(maxsplit=2)[1:] for line in capsys.readouterr().out.splitlines()]
+    assert ["keys", "({(1, 2): 3},) -> 1"] in lines
+    assert ["code", "needs --trust-pickle to be shown"] in lines
+    assert (["lines"] in lines, ["fits"] in lines, ["long"] in lines) == (True, False, True)
 
 
 def test_json_and_statuses(urls, tmp_path, capsys):

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ def _listed(node: Path) -> dict[str, dict[str, object]]:
     return {entry["url"].rpartition("/")[2]: entry for entry in entries}
 
 
-def test_ls_shows_each_run_its_steps_and_what_is_not_whole(node):
+def test_ls_shows_each_run_its_steps_and_what_is_not_whole(left, node):
     step = _folder(node, "a") / "step-9"
     (step / f"{TEMPORARY}killed").write_bytes(b"x" * 5000)
     _use(node, "a")
@@ -62,8 +63,20 @@ def test_ls_shows_each_run_its_steps_and_what_is_not_whole(node):
         (_folder(node, "a") / f"=used {place_of_pids()} {os.getpid()}").unlink()
         # It may be a process that is not seen, in a container.
         assert "a process uses it" in run_here("local", "rm", str(node)).stdout
-    first = listed["a"]
-    assert (first["in_use"], listed["b"]["in_use"]) == (True, False)
+    first, other, folder = listed["a"], listed["b"], _folder(left, "b")
+    (copies,) = other["steps"].values()
+    assert other == {
+        "url": other["url"],
+        "endpoint_url": None,
+        "folder": folder.name,
+        "in_use": False,
+        "used": other["used"],
+        "bytes": copies["bytes"],
+        "steps": {"step-1": {"files": 1, "bytes": copies["bytes"]}},
+        "unfinished": {"files": 0, "bytes": 0},
+    }
+    assert datetime.now(UTC) - datetime.fromisoformat(other["used"]) < timedelta(hours=1)
+    assert first["in_use"]
     assert list(first["steps"]) == ["step-9", "step-10"]
     assert all(STATE_BYTES <= one["bytes"] < 1.1 * STATE_BYTES for one in first["steps"].values())
     assert first["unfinished"]["files"] == 2

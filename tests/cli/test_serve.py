@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dcp_objstore.cli.seaweedfs import SeaweedServer, find_weed
-from dcp_objstore.errors import InputError
+from dcp_objstore.errors import InputError, UnsupportedError
 from dcp_objstore.stores import open_store
 
 pytestmark = pytest.mark.usefixtures("usual_signals")
@@ -74,5 +74,12 @@ def test_of_the_files_of_the_package_the_one_that_is_weed_and_runs_is_used(tmp_p
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"")
         path.chmod(0o644 if path.parent.name == "broken" else 0o755)
-    monkeypatch.setattr(importlib.metadata, "files", lambda _: [Packaged(path) for path in files])
+    packaged = [Packaged(path) for path in files]
+    monkeypatch.setattr(importlib.metadata, "files", lambda _: packaged)
     assert find_weed() == str((tmp_path / "weed").resolve())
+    packaged.clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_weed() == str(tmp_path / "weed")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UnsupportedError, match="pip install"):
+        find_weed()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
 import dcp_objstore as dos
+from dcp_objstore.cli.terminal import age
 from dcp_objstore.errors import CheckpointCorruptError, StateMismatchError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.stores.errors import redacted
@@ -28,6 +30,15 @@ def test_the_pictures_of_the_documentation_are_what_the_commands_show(tmp_path):
             "run `python -m tests.support.captures`"
         )
         assert "@font-face" not in made.read_text()  # a page makes no requests to other servers
+
+
+def test_an_age_is_in_the_largest_unit_of_which_there_are_two():
+    ages = {-5: "0 s", 119: "119 s", 120: "2 min", 7199: "119 min", 7200: "2 h", 172799: "47 h"}
+    ages |= {172800: "2 d", 800 * 86400: "800 d"}
+    assert {
+        seconds: age(datetime.now(UTC) - timedelta(seconds=seconds)) for seconds in ages
+    } == ages
+    assert age(None) == "-"
 
 
 def test_colours_are_for_terminals_alone(tmp_path):
