@@ -21,7 +21,7 @@ MAX = 64 * MIB
 # More keys than a page of S3, GCS or R2 has.
 CROWD = [f"many/{number:04d}" for number in range(1003)]
 # More than a page of our moto has. And for stores that have no pages, or pages of 5,000 (Azure).
-SMALL_CROWD = CROWD[:103]
+SMALL_CROWD = CROWD[:53]
 
 
 class ExpectedError(Exception):

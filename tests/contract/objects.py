@@ -66,16 +66,16 @@ class ObjectsContract(Endpoint):
                 key, iter([data]), part_size_bytes=PART, max_concurrency=1
             ),
         )
-        for number in range(7):
-            data = b"%d" % number * (7 - number)  # a shorter one replaces a longer one
+        for number in range(5):
+            data = b"%d" % number * (5 - number)  # a shorter one replaces a longer one
             writes[number % 3]("a/k", data)
             assert read(store, "a/k") == side_door.read("a/k") == data
             assert read_range(store, "a/k", 0, len(data)) == data
             assert store.head("a/k").size_bytes == len(data)
             assert {meta.key: meta.size_bytes for meta in store.list("a/")} == {"a/k": len(data)}
             assert side_door.sizes() == {"a/k": len(data)}
-            if number in (3, 6):
-                (store.delete if number == 3 else side_door.remove)("a/k")
+            if number in (2, 4):
+                (store.delete if number == 2 else side_door.remove)("a/k")
                 assert keys(store, "a/") == keys(store) == []
                 with pytest.raises(ObjectNotFoundError):
                     store.get("a/k", max_size_bytes=9)
@@ -94,7 +94,7 @@ class ObjectsContract(Endpoint):
 
         def rewrite() -> None:
             try:
-                for number in range(30):
+                for number in range(16):
                     store.put("k", bodies[number % 2])
             finally:
                 done.set()
@@ -123,8 +123,8 @@ class ObjectsContract(Endpoint):
             if slash:
                 assert keys(store, f"{prefix}/") == [key]
             store.put_stream(key, iter([b"yy"]), part_size_bytes=PART, max_concurrency=2)
-            assert read(store, key) == side_door.read(key) == b"yy"
-        assert set(side_door.sizes().values()) == {2}
+            assert read(store, key) == b"yy"
+        assert side_door.sizes() == dict.fromkeys(AWKWARD_KEYS, 2)
         for key in AWKWARD_KEYS:
             store.delete(key)
         assert side_door.sizes() == {}
@@ -193,5 +193,5 @@ class ObjectsContract(Endpoint):
             return read_range(store, f"k/{number}", 0, len(data)) == data
 
         with ThreadPoolExecutor(16) as pool:
-            assert all(pool.map(work, range(32)))
-        assert len(keys(store, "k/")) == 32
+            assert all(pool.map(work, range(20)))
+        assert len(keys(store, "k/")) == 20

@@ -12,7 +12,7 @@ preconditions", "HTTP headers", "Status and error codes" and "Multipart uploads"
 For tests of tokens that expire, `POST /o/token?lifetime=SECONDS` hands one out, and
 `POST /o/revoke?token=TOKEN` takes it back. All other tokens are valid for ever.
 
-A listing has 100 keys a page; `POST /o/pages?bucket=BUCKET&keys=N` makes it fewer for a bucket.
+A listing has 50 keys a page; `POST /o/pages?bucket=BUCKET&keys=N` makes it fewer for a bucket.
 
 Of the JSON API it has the bucket ("Buckets: get" and "patch"), with its lifecycle and versioning:
 `/storage/v1/b/BUCKET`; and "Objects: rewrite", in two requests from `LONG_BYTES` on.

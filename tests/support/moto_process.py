@@ -25,7 +25,7 @@ class QuietHandler(WSGIRequestHandler):
 
 
 def main() -> None:
-    os.environ["MOTO_S3_DEFAULT_MAX_KEYS"] = "100"  # 1,000 objects take moto seconds
+    os.environ["MOTO_S3_DEFAULT_MAX_KEYS"] = "50"  # 1,000 objects take moto seconds
     app = DomainDispatcherApplication(create_backend_app)
     lock = threading.RLock()
     ports = []
