@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from email.message import Message
 from typing import Any
+from urllib.request import Request
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from dcp_objstore.config import MIB
 from dcp_objstore.errors import (
     BucketNotFoundError,
     ConfigError,
+    CorruptDataError,
     CredentialsError,
     DcpObjstoreError,
     ObjectNotFoundError,
@@ -26,8 +30,10 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.events import NotCopied
 from dcp_objstore.stores import ObjectStore, Version, open_store
 from dcp_objstore.stores.obstore import copies
+from dcp_objstore.stores.obstore.copies import Copier, copy_object
 from dcp_objstore.stores.protocol import CopySource
 from dcp_objstore.stores.retries import RetryPolicy
+from dcp_objstore.stores.urls import parse_url
 from tests.support.azurite import ACCOUNT, KEY
 from tests.support.gcs_tokens import ShortLived, is_valid, post
 from tests.support.proxy import Asked
@@ -337,3 +343,76 @@ def test_a_save_has_whole_objects_copied_that_hold_nothing_else(bucket, proxy):
     assert fourth.copied_bytes == third.copied_bytes
     assert bucket.uploads() == []
     assert_holds(bucket, 4)
+
+
+# --- one copy, without a server
+
+
+class Copying:
+    """A provider that answers a HEAD and reports the given steps of a copy."""
+
+    def __init__(self, *steps: tuple[int, bool], size_bytes: int = 9, e_tag: str = '"e"') -> None:
+        self.asked: list[str] = []
+        self.moved: list[int] = []
+        self.removed = 0
+        self.head = Message()
+        self.head["Content-Length"], self.head["ETag"] = str(size_bytes), e_tag
+        self.copier = Copier("https://server", lambda *given: {"Signed": given[0]}, self.steps)
+        self.given = steps
+
+    def steps(self, copier: Copier, ask: Any, origin: Any, target: Any, head: Message) -> Any:
+        assert (str(origin), str(target), head) == ("gs://bucket/from", "gs://bucket/k", self.head)
+        yield from self.given
+
+    def send(self, purpose: str, make: Callable[[], Request]) -> tuple[Message, bytes]:
+        request = make()
+        assert request.headers == {"Signed": request.get_method()}
+        self.asked.append(f"{request.get_method()} {request.full_url}")
+        assert purpose == "HEAD in a copy of gs://bucket/from"
+        return self.head, b""
+
+    def remove(self) -> None:
+        self.removed += 1
+        raise OSError("no")
+
+    def run(self, *sources: CopySource) -> None:
+        target = parse_url("gs://bucket/k")
+        copy_object(self.copier, self.send, sources, target, self.moved.append, self.remove)
+
+
+WHOLE = CopySource("gs://bucket/from", 0, 9, Version('"e"'))
+
+
+def test_a_copy_reports_its_bytes_and_is_waited_for_until_it_goes_on(monkeypatch):
+    monkeypatch.setattr(copies, "_PENDING", RetryPolicy(1, 60.0, first_pause_seconds=0.0))
+    copying = Copying((0, False), (4, True), (4, True), (9, True))
+    copying.run(WHOLE)
+    assert copying.moved == [4, 5]
+    assert copying.asked == ["HEAD https://server/bucket/from"]
+    assert copying.removed == 0
+    for steps, removed in (
+        ([(0, False), (0, False)], 0),
+        ([(4, True), (4, True), (4, True)], 1),
+    ):
+        copying = Copying(*steps)
+        with pytest.raises(StoreUnavailableError, match="does not go on"):
+            copying.run(WHOLE)
+        assert copying.removed == removed
+
+
+def test_only_one_whole_object_in_the_known_state_is_copied():
+    for sources, settings, kind in (
+        ([replace(WHOLE, url="s3://bucket/from")], {}, UnsupportedError),
+        ([replace(WHOLE, version=Version())], {}, UnsupportedError),
+        ([WHOLE], {"e_tag": '"other"'}, PreconditionFailedError),
+        ([WHOLE], {"size_bytes": 8}, CorruptDataError),
+        ([WHOLE], {"size_bytes": 10}, UnsupportedError),
+        ([replace(WHOLE, start=1)], {}, UnsupportedError),
+        ([WHOLE, WHOLE], {}, UnsupportedError),
+    ):
+        copying = Copying((9, True), **settings)
+        with pytest.raises(kind):
+            copying.run(*sources)
+        assert (copying.moved, copying.removed) == ([], 0)
+    with pytest.raises(UnsupportedError):
+        copy_object(None, Copying().send, [WHOLE], parse_url("gs://b/k"), print, print)  # type: ignore[arg-type]

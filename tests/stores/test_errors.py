@@ -188,6 +188,8 @@ def test_each_error_of_the_system_and_of_python_is_one_error():
             assert type(error) is expected, errno.errorcode[number]
             assert os.strerror(number) in str(error)
             assert "secret" not in str(error)
+            assert ("remove old checkpoints" in str(error)) == (expected is StoreFullError)
+    assert "of a library" in str(of_os(OSError("of a library")))
     for kind, expected_kind in {
         ImportError: ConfigError,
         NotImplementedError: UnsupportedError,
@@ -349,6 +351,17 @@ def test_each_error_begins_with_what_it_means_and_some_say_what_to_do():
         assert error.message.startswith(words) and error.message.endswith(": said"), kind
         assert (advice in (error.advice or "")) if advice else error.advice is None, kind
         assert (error.status, error.code) == (400, None)
+    raised = RuntimeError("Signature=SECRET")
+    for code, conditional, kind in (
+        ("NoSuchUpload", False, UploadLostError),
+        ("InvalidBlockList", False, UploadLostError),
+        ("NoSuchKey", False, ObjectNotFoundError),
+        ("NoSuchKey", True, PreconditionFailedError),
+        ("NoSuchBucket", True, BucketNotFoundError),
+    ):
+        details = ErrorDetails(text="", status=404, code=code, conditional=conditional)
+        assert type(judge(raised, lambda _, details=details: details).error) is kind, code
+    assert str(raised) == "Signature=***"
     own = StoreUnavailableError("of ours")
     failure = judge(own, lambda _: pytest.fail("it needs no reading"))
     assert failure.error is own and failure.may_pass

@@ -23,6 +23,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores import ObjectStore, Version, open_store
+from dcp_objstore.stores.protocol import Capabilities
 from dcp_objstore.stores.ranges import (
     FETCHED_READING,
     BrokenOffError,
@@ -33,7 +34,7 @@ from dcp_objstore.stores.ranges import (
     RetriedSource,
     read_range,
 )
-from dcp_objstore.stores.wrappers import PinnedStore, is_same_state
+from dcp_objstore.stores.wrappers import PinnedStore, WrappedStore, is_same_state
 
 MIB = 1 << 20
 BODY = random.Random(4).randbytes(1000)
@@ -447,3 +448,22 @@ def test_whatever_told_the_state_of_an_object_first_no_verb_takes_another():
         inner.put("k", b"y")
         with pytest.raises(PreconditionFailedError):
             then(store)
+
+
+@pytest.mark.parametrize("lacking", ["listed_versions", "conditional_update", None])
+def test_a_listing_is_held_to_versions_only_where_it_tells_those_of_a_head(lacking):
+    class Lacking(WrappedStore):
+        @property
+        def capabilities(self) -> Capabilities:
+            return Capabilities(**({} if lacking is None else {lacking: False}))
+
+    inner = open_store(f"memory://{secrets.token_hex(4)}")
+    store = PinnedStore(Lacking(inner), {})
+    for body in (b"x", b"y"):
+        inner.put("k", body)
+        if lacking is None and body == b"y":
+            with pytest.raises(PreconditionFailedError) as caught:
+                list(store.list())
+            assert (caught.value.object_key, caught.value.url) == ("k", store.url)
+        else:
+            assert [meta.key for meta in store.list()] == ["k"]

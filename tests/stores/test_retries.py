@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import secrets
 from collections.abc import Callable
@@ -12,7 +13,13 @@ from unittest.mock import Mock
 import pytest
 
 from dcp_objstore.config import MIB, TransferConfig
-from dcp_objstore.errors import CorruptDataError, PermissionDeniedError, StoreUnavailableError
+from dcp_objstore.errors import (
+    CorruptDataError,
+    ForkedProcessError,
+    PermissionDeniedError,
+    StoreUnavailableError,
+)
+from dcp_objstore.stores import retries
 from dcp_objstore.stores.admission.limiter import RETRY_BUDGET, Limiter
 from dcp_objstore.stores.errors import ErrorDetails, Failure
 from dcp_objstore.stores.retries import (
@@ -20,6 +27,7 @@ from dcp_objstore.stores.retries import (
     Requests,
     RetryPolicy,
     Tries,
+    guard_fork,
 )
 from dcp_objstore.stores.urls import StoreUrl
 
@@ -227,9 +235,42 @@ def test_every_tenth_small_request_may_fail_for_ever(clock, verb):
 
 def test_a_throttled_request_slows_the_process_down_and_the_error_says_so(clock):
     limiter = Limiter()
-    with pytest.raises(StoreUnavailableError, match="the store was throttling; 1 retries"):
+    with pytest.raises(StoreUnavailableError, match="the store was throttling; 1 retries") as told:
         run(Server(status=429), RetryPolicy(1, 1e9), clock, limiter=limiter)
     assert limiter.window.is_throttled
+    assert "used up" not in str(told.value)
+    limiter = Mock(spec=Limiter, spend_retry=Mock(return_value=False))
+    for patience_seconds, spent in ((0.5, 1), (0.0, 0)):
+        limiter.spend_retry.reset_mock()
+        with pytest.raises(StoreUnavailableError) as told:
+            run(Server(), RetryPolicy(None, patience_seconds), Clock(), limiter=limiter)
+        assert limiter.spend_retry.call_count == spent
+        assert ("used up" in str(told.value)) == bool(spent)
+        assert "retries in" not in str(told.value)
+
+
+def test_the_answers_to_transfers_give_nothing_back_to_the_budget():
+    """Their slots note them, each once."""
+    requests = requests_to(Server(failures=0))
+    while requests.limiter.spend_retry():
+        pass
+    for verb in ("open_range", "put_stream", "copy"):
+        for _ in range(5):
+            requests.run(requests.tries(verb, "k"), lambda: None)
+        assert not requests.limiter.spend_retry(), verb
+    for _ in range(5):
+        requests.run(requests.tries("get", "k"), lambda: None)
+    assert requests.limiter.spend_retry()
+
+
+def test_a_process_forked_after_the_first_use_is_refused(monkeypatch):
+    monkeypatch.setattr(retries, "_first_pid", None)
+    for _ in range(2):
+        guard_fork()
+    child = os.getpid() + 1
+    monkeypatch.setattr("os.getpid", lambda: child)
+    with pytest.raises(ForkedProcessError, match="spawn"):
+        guard_fork()
 
 
 def requests_to(server: Server, **settings: Any) -> Requests:

@@ -462,6 +462,11 @@ def test_short_values_and_public_ones_leave_the_text_of_an_error_readable():
     assert "connection to here refused for" in str(caught.value)
     assert "'***'" in str(caught.value)
     assert "pw" not in str(caught.value)
+    for password, shown in (("use", "refused for"), ("fuse", "re***d for")):
+        with pytest.raises(StoreUnavailableError, match="check the host") as caught:
+            open_store("refusing://x", {"host": "here", "nested": {"password": password}})
+        assert shown in str(caught.value)
+        assert f"'{password}'" not in str(caught.value)
 
 
 def test_a_package_that_is_missing_is_named():
