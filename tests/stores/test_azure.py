@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import re
 import sys
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import IfAbsent, ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.azure.credentials import find_azure_credentials
 from dcp_objstore.stores.azure.options import AzureOptions
+from dcp_objstore.stores.credentials import asked_by_clients
 from dcp_objstore.stores.options import parse
 from tests.contract import PART, SMALL_CROWD, ExpectedError, StoreContract, put_broken
 from tests.support.azurite import ACCOUNT, KEY, Azurite
@@ -180,6 +183,9 @@ def test_account_and_endpoint_come_from_wherever_they_are_named(no_azure, monkey
         "a", "a.blob.core.chinacloudapi.cn",
     )  # fmt: skip
     assert found(endpoint_url="https://a.blob.core.windows.net", **key)[0] == "a"
+    for nameless in ("https://.blob.core.windows.net", "https://a.dfs.core.windows.net"):
+        with pytest.raises(ConfigError, match="which storage account"):
+            found(endpoint_url=nameless, **key)
     string = f"DefaultEndpointsProtocol=https;AccountName=a;AccountKey={KEY}"
     assert found(connection_string=f"{string};EndpointSuffix=core.windows.net") == ("a", None)
     assert found(connection_string=f"{string};EndpointSuffix=core.usgovcloudapi.net") == (
@@ -238,6 +244,39 @@ def test_an_identity_of_the_environment_takes_all_of_its_variables(
             patched.delenv(name)
             with pytest.raises(CredentialsError, match="no credentials"):
                 find_azure_credentials(options)
+
+
+def test_the_identity_of_the_machine_is_for_azure_alone(no_azure, monkeypatch):
+    monkeypatch.setitem(sys.modules, "azure", None)
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(
+        "dcp_objstore.stores.azure.credentials.metadata_answers",
+        lambda *request: asked.append(request) or True,
+    )
+    found = find_azure_credentials(AzureOptions(account_name="a"))
+    assert found.source == "managed identity"
+    assert found.renew is asked_by_clients
+    ((server, method, path, headers),) = asked
+    assert (server, method, headers) == ("http://169.254.169.254", "GET", {"Metadata": "true"})
+    assert str(path).startswith("/metadata/instance?api-version=")
+    with pytest.raises(CredentialsError, match="no credentials for Azure"):
+        find_azure_credentials(AzureOptions(account_name="a", endpoint_url="http://elsewhere"))
+    assert len(asked) == 1
+
+
+def test_two_ways_to_sign_are_refused_whichever_they_are():
+    ways: dict[str, Any] = {
+        "account_key": "k",
+        "sas_token": "s",
+        "connection_string": "c",
+        "credential": "d",
+        "client_secret": "e",
+    }
+    for first, second in itertools.combinations([*ways.items(), ("anon", True)], 2):
+        with pytest.raises(ConfigError, match=f"choose one of '{first[0]}', '{second[0]}'"):
+            AzureOptions(**dict([first, second])).check()
+    with pytest.raises(ConfigError, match="; 'tenant_id' missing"):
+        AzureOptions(client_secret="e", client_id="c").check()
 
 
 def test_identities_of_azure_identity_are_asked_for_tokens(no_azure):

@@ -3,30 +3,46 @@
 from __future__ import annotations
 
 import gc
+import http.client
 import os
+import ssl
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from functools import partial
 from typing import Any, ClassVar
 
 import boto3
+import botocore.exceptions
 import numpy as np
 import pytest
+from botocore.exceptions import ClientError
 from moto import mock_aws
 
 import dcp_objstore as dos
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import (
+    ConfigError,
+    CorruptDataError,
+    CredentialsError,
+    DcpObjstoreError,
     InputError,
+    PermissionDeniedError,
     PreconditionFailedError,
     StoreUnavailableError,
     UnsupportedError,
 )
 from dcp_objstore.stores import ObjectStore, open_store
+from dcp_objstore.stores.errors import NO_STORE, ErrorDetails
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE, CopySource, IfAbsent, IfVersion, Version
-from dcp_objstore.stores.s3.boto3 import JoinedBuffers
+from dcp_objstore.stores.ranges import BrokenOffError
+from dcp_objstore.stores.retries import SMALL_BYTES
+from dcp_objstore.stores.s3.boto3 import Boto3Clients, JoinedBuffers
+from dcp_objstore.stores.s3.errors import read_botocore
+from dcp_objstore.stores.s3.store import check_range_answer
 from dcp_objstore.stores.s3.upload import MultipartUpload
 from tests.contract import PART, BucketContract, race
 from tests.contract.buckets import S3_LACKS
@@ -277,6 +293,226 @@ def test_a_completion_whose_answer_is_lost_is_recognised(bucket):
     assert open_store(bucket.url, bucket.storage_options).head("k").version == version
 
 
+# --- what is sent, and what an answer means; nothing is sent here
+
+
+ANSWER = {
+    "ETag": '"e"',
+    "UploadId": "u",
+    "ContentLength": 9,
+    "LastModified": datetime(2026, 1, 1, tzinfo=UTC),
+    "CopyPartResult": {"ETag": '"p"'},
+}
+
+
+class Called:
+    """What clients of boto3 that send nothing were called for.
+
+    Attributes:
+        uses: for which use each operation was last called.
+        arguments: with which arguments.
+        answers: its answer, where that is another than `ANSWER`, or what it raises.
+    """
+
+    def __init__(self) -> None:
+        self.uses: dict[str, str] = {}
+        self.arguments: dict[str, dict[str, Any]] = {}
+        self.answers: dict[str, Any] = {}
+
+    def client(self, use: str) -> Any:
+        def call(operation: str, **arguments: Any) -> Any:
+            self.uses[operation], self.arguments[operation] = use, arguments
+            answer = self.answers.get(operation, ANSWER)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        class Client:
+            def __getattr__(self, operation: str) -> Any:
+                return partial(call, operation)
+
+        return Client()
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Called:
+    called = Called()
+    monkeypatch.setattr(Boto3Clients, "get", lambda _, use: called.client(use))
+    return called
+
+
+def test_each_operation_waits_as_long_as_its_use_allows(called):
+    """And on AWS, which decodes no key twice, a source may have any key."""
+    store = open_store("s3://bucket/run", {"key": "a", "secret": "b", **BOTO3})
+    for key, size in (("k", SMALL_BYTES), ("large", SMALL_BYTES + 1)):
+        store.put(key, bytes(size))
+        assert called.uses.pop("put_object") == ("small" if key == "k" else "write")
+    store.put_stream("k", iter([bytes(PART)]), part_size_bytes=PART, max_concurrency=1)
+    assert list(called.arguments) == [
+        "put_object", "create_multipart_upload", "upload_part", "complete_multipart_upload"
+    ]  # fmt: skip
+    store.head("k")
+    assert list(store.list()) == []
+    store.delete("k")
+    sources = [CopySource(f"s3://bucket/{key}", 2, 9, Version('"e"')) for key in ("a%20b", "a+b")]
+    moved: list[int] = []
+    store.copy("k", sources, part_size_bytes=5, max_concurrency=1, moved=moved.append)
+    assert moved == [4, 3, 4, 3]
+    assert called.arguments["upload_part_copy"]["CopySourceRange"] == "bytes=6-8"
+    assert called.uses == {
+        "create_multipart_upload": "small",
+        "upload_part": "write",
+        "complete_multipart_upload": "write",
+        "upload_part_copy": "write",
+        "head_object": "read",
+        "list_objects_v2": "read",
+        "delete_object": "small",
+    }
+    assert {*store.reports_throttling} == {  # type: ignore[attr-defined]
+        "put", "put_stream", "copy", "get", "open_range", "head", "list", "delete"
+    }  # fmt: skip
+
+
+def test_a_version_that_the_end_of_an_upload_leaves_out_is_asked_for(called):
+    """Ceph's gateway completes an upload without an ETag."""
+    store = open_store("s3://bucket/run", {"key": "a", "secret": "b", **BOTO3})
+    called.answers["complete_multipart_upload"] = {"ETag": ""}
+    version = store.put_stream("k", iter([bytes(PART)]), part_size_bytes=PART, max_concurrency=1)
+    assert version == Version('"e"')
+    assert called.uses["head_object"] == "read"
+
+
+def test_an_upload_that_was_not_begun_leaves_nothing(called):
+    store = open_store("s3://bucket/run", {"key": "a", "secret": "b", **BOTO3}, ONCE)
+    called.answers["create_multipart_upload"] = refused("CreateMultipartUpload", 403)
+    with pytest.raises(PermissionDeniedError) as caught:
+        store.put_stream("k", iter([bytes(PART)]), part_size_bytes=PART, max_concurrency=1)
+    assert LEFTOVER_ADVICE not in str(caught.value)
+    assert "abort_multipart_upload" not in called.uses
+
+
+def test_a_range_is_taken_only_from_an_answer_that_is_this_range():
+    def check(status: int, **answer: object) -> None:
+        check_range_answer({"ResponseMetadata": {"HTTPStatusCode": status}, **answer}, 2, 5)
+
+    check(206, ContentRange="bytes 2-4/9", ContentLength=3)
+    check(206, ContentRange="bytes 2-4/*")
+    for status, answer, says in (
+        (200, {"ContentRange": "bytes 2-4/9", "ContentLength": 3}, "ignores Range"),
+        (206, {"ContentRange": "bytes 2-4/9", "ContentLength": 4}, "4 bytes announced"),
+        (206, {"ContentRange": "bytes 2-3/4"}, "an object of 4 bytes"),
+        (206, {"ContentRange": "bytes 2-5/5"}, "another range"),
+        (206, {}, "another range"),
+    ):
+        with pytest.raises(CorruptDataError, match=says):
+            check(status, **answer)
+
+
+def refused(operation: str, status: int, code: str = "", message: str = "") -> ClientError:
+    error = {"Code": code, "Message": message}
+    return ClientError({"Error": error, "ResponseMetadata": {"HTTPStatusCode": status}}, operation)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "status", "code"),
+    [
+        (refused("GetObject", 403, "Odd", "no"), "403 Forbidden: Odd: no", 403, "Odd"),
+        (refused("HeadObject", 403, "403", "Forbidden"), "403 Forbidden", 403, None),
+        (refused("GetObject", 799, "Odd"), "799: Odd", 799, "Odd"),
+        (ClientError({}, "GetObject"), "None", None, None),
+    ],
+)
+def test_an_answer_that_refuses_is_read_in_one_line(error, text, status, code):
+    assert read_botocore(error) == ErrorDetails(text=text, status=status, code=code)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_no_store"),
+    [
+        *((refused(name, 404), True) for name in
+          ("ListObjectsV2", "PutObject", "CreateMultipartUpload")),
+        (refused("GetObject", 404), False),
+        (refused("PutObject", 404, "NoSuchBucket"), False),
+        (refused("PutObject", 403), False),
+        (KeyError("ETag"), True),
+        (KeyError("UploadId"), True),
+        (KeyError("CopyPartResult"), True),
+        (KeyError("Key"), False),
+    ],
+)  # fmt: skip
+def test_what_no_store_answers_is_told_from_what_one_refuses(error, is_no_store):
+    meaning = read_botocore(error).meaning
+    assert (meaning is not None and meaning.words == NO_STORE) == is_no_store
+    if isinstance(error, ClientError):
+        assert read_botocore(error, conditional=True).meaning is None
+
+
+SILENCES: list[tuple[str, dict[str, Any], type[DcpObjstoreError], str]] = [
+    ("CredentialRetrievalError", {"provider": "p", "error_msg": "m"}, CredentialsError, ""),
+    ("LoginError", {}, CredentialsError, ""),
+    ("NoAuthTokenError", {}, CredentialsError, ""),
+    ("NoCredentialsError", {}, CredentialsError, ""),
+    ("PartialCredentialsError", {"provider": "p", "cred_var": "v"}, CredentialsError, ""),
+    ("ProfileNotFound", {"profile": "p"}, CredentialsError, ""),
+    ("SSOError", {}, CredentialsError, ""),
+    ("TokenRetrievalError", {"provider": "p", "error_msg": "m"}, CredentialsError, ""),
+    ("EndpointConnectionError", {"endpoint_url": "u"}, StoreUnavailableError, "unsent"),
+    ("ProxyConnectionError", {"proxy_url": "u"}, StoreUnavailableError, "unsent"),
+    ("ConnectTimeoutError", {"endpoint_url": "u"}, StoreUnavailableError, "unsent, in time"),
+    ("ReadTimeoutError", {"endpoint_url": "u"}, StoreUnavailableError, "late, in time"),
+    ("HTTPClientError", {"error": "e"}, StoreUnavailableError, "was lost"),
+    ("ConnectionError", {"error": "e"}, StoreUnavailableError, "was lost"),
+    ("ParamValidationError", {"report": "r"}, ConfigError, "refused the request"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "kind", "says"), SILENCES)
+def test_each_error_of_botocore_without_an_answer_says_what_is_known(name, settings, kind, says):
+    error = getattr(botocore.exceptions, name, None)
+    if error is None:
+        pytest.skip("another version of botocore")
+    details = read_botocore(error(**settings))
+    assert details.meaning is not None
+    assert details.meaning.kind is kind
+    assert details.connected == ("unsent" not in says)
+    assert details.timed_out == ("late" in says)
+    assert says.rpartition("unsent")[2].rpartition(", ")[2] in (details.meaning.words or "")
+
+
+def tls_error(reason: str) -> ssl.SSLError:
+    error = ssl.SSLError(1, reason)
+    error.reason = reason
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        (BrokenOffError("cut"), StoreUnavailableError, "was lost"),
+        (ConnectionResetError("reset"), StoreUnavailableError, "was lost"),
+        (RecursionError(), ConfigError, "redirects every request"),
+        (ValueError("v"), ConfigError, "refused the request"),
+        (TypeError("t"), ConfigError, "refused the request"),
+        (ssl.SSLCertVerificationError(1, "x"), ConfigError, "certificate"),
+        (tls_error("WRONG_VERSION_NUMBER"), ConfigError, "does not speak TLS"),
+        (tls_error("UNEXPECTED_EOF"), StoreUnavailableError, "was lost"),
+        (http.client.BadStatusLine("x"), ConfigError, "no HTTP"),
+        (http.client.RemoteDisconnected("x"), StoreUnavailableError, "was lost"),
+        (LookupError("of ours"), DcpObjstoreError, ""),
+    ],
+)
+def test_each_other_error_without_an_answer_says_what_is_known(error, kind, says):
+    """Also where botocore has raised its own for it."""
+    meaning = read_botocore(error).meaning
+    assert meaning is not None
+    assert meaning.kind is kind
+    assert says in (meaning.words or "")
+    if says in ("certificate", "does not speak TLS", "no HTTP"):
+        outer = botocore.exceptions.HTTPClientError(error=error)
+        outer.__cause__ = error
+        assert read_botocore(outer).meaning == meaning
+
+
 # --- bodies
 
 
@@ -291,5 +527,21 @@ def test_buffers_are_sent_as_they_lie_in_memory():
         assert body.seek(0, os.SEEK_END) == len(body) == 105
         body.seek(0)
     body.seek(101)
+    assert body.read(0) == b""
     assert body.read() == bytes([1, 2, 3, 4])
     assert body.read() == body.read(7) == b""
+    body.seek(-3, os.SEEK_CUR)
+    into = bytearray(2)
+    assert body.readinto(into) == 2
+    assert into == bytes([2, 3])
+    assert body.seekable()
+    assert body.readable()
+
+
+def test_a_small_body_is_joined_and_a_larger_one_sent_as_it_lies():
+    """A readable one waits for the server's "100 Continue" first."""
+    store = open_store("s3://bucket/run", {"key": "a", "secret": "b", **BOTO3})
+    for size, kind in ((64 * 1024, bytes), (64 * 1024 + 1, JoinedBuffers)):
+        body = store._body([memoryview(bytes(size))], None)  # type: ignore[attr-defined]
+        assert type(body) is kind
+        assert len(body) == size

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from google.auth import compute_engine
 from obstore.exceptions import GenericError
 
 import dcp_objstore as dos
@@ -21,6 +22,7 @@ from dcp_objstore.stores import StoreSpec, open_store
 from dcp_objstore.stores.credentials import (
     Credentials,
     Renewing,
+    asked_by_clients,
     class_and_line,
     metadata_answers,
 )
@@ -31,6 +33,8 @@ from dcp_objstore.stores.obstore.clients import Clients
 from dcp_objstore.stores.obstore.direct import SignedGet
 from dcp_objstore.stores.obstore.factory import ClientFactory
 from dcp_objstore.stores.options import parse
+from dcp_objstore.stores.s3.credentials import find_s3_credentials
+from dcp_objstore.stores.s3.options import S3Options
 from dcp_objstore.stores.urls import parse_url
 from tests.support.proxy import Asked
 from tests.support.scripted import Answer, ScriptedServer, fault_answer
@@ -171,8 +175,11 @@ def test_the_metadata_service_of_an_instance_is_used(bucket, metadata_service, m
 
 
 @both_ways
-def test_a_token_file_that_is_not_there_is_named_without_a_request(bucket, monkeypatch):
-    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", "/nowhere/token")
+@pytest.mark.parametrize(
+    "variable", ["AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"]
+)
+def test_a_token_file_that_is_not_there_is_named_without_a_request(monkeypatch, variable):
+    monkeypatch.setenv(variable, "/nowhere/token")
     monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/x")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     with ScriptedServer(lambda *_: None) as server:
@@ -200,6 +207,70 @@ def test_a_variable_that_takes_boto3_is_refused_by_name_without_it(monkeypatch, 
     options: dict[str, object] | None = {"key": "a", "secret": "b"} if of_endpoint else None
     with pytest.raises((ConfigError, CredentialsError), match=f"(?s){variable}.*pip install"):
         open_store("s3://bucket/x", options)
+
+
+@pytest.mark.parametrize("has_boto3", [False], indirect=True)
+def test_without_boto3_obstore_is_left_what_it_finds_by_itself(monkeypatch):
+    agent = "AWS_CONTAINER_CREDENTIALS_FULL_URI"
+    for more, name, value in (
+        ({}, "AWS_WEB_IDENTITY_TOKEN_FILE", __file__),
+        ({}, "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "/x"),
+        ({"AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE": __file__}, agent, "http://x"),
+    ):
+        with monkeypatch.context() as patch:
+            for variable, text in {**more, name: value}.items():
+                patch.setenv(variable, text)
+            found = find_s3_credentials(S3Options())
+        assert found.source == f"{name} in the environment"
+        assert found.renew is asked_by_clients
+        assert found.provider is None
+
+
+@pytest.mark.parametrize("has_boto3", [False], indirect=True)
+@pytest.mark.parametrize("file", ["credentials", "config"])
+def test_without_boto3_no_file_with_credentials_is_passed_over(bare_environment, file):
+    place = bare_environment / file
+    for name in (
+        "aws_access_key_id",
+        "credential_process",
+        "credential_source",
+        "login_session",
+        "role_arn",
+        "sso_account_id",
+        "sso_session",
+        "sso_start_url",
+        "web_identity_token_file",
+    ):
+        place.write_text(f"[profile x]\nregion = r\n\t{name} = value\n")
+        with pytest.raises(CredentialsError, match=f"{file} of the .* pip install"):
+            find_s3_credentials(S3Options())
+    place.write_text("[profile x]\nregion = r\n# role_arn = value\nno_role_arn = value\n")
+    with pytest.raises(CredentialsError, match="no credentials for S3"):
+        find_s3_credentials(S3Options())
+
+
+@pytest.mark.parametrize(
+    ("settings", "endpoint_url", "style"),
+    [
+        ("", None, None),
+        ("endpoint_url = http://general", "http://general", None),
+        ("endpoint_url = http://general\nservices = local", "http://of.s3", None),
+        ("endpoint_url = http://general\nservices = others", "http://general", None),
+        ("endpoint_url = http://general\nservices = missing", "http://general", None),
+        ("s3 =\n  addressing_style = path", None, "path"),
+        ("s3 = text", None, None),
+    ],
+)
+def test_a_profile_may_name_the_endpoint_of_s3_by_its_services(
+    bare_environment, settings, endpoint_url, style
+):
+    services = "[services local]\ns3 =\n  endpoint_url = http://of.s3\n"
+    services += "[services others]\nsts =\n  endpoint_url = http://of.sts\n"
+    keys = "aws_access_key_id = a\naws_secret_access_key = b\nregion = r"
+    (bare_environment / "config").write_text(f"[profile p]\n{keys}\n{settings}\n{services}")
+    found = find_s3_credentials(S3Options(profile="p"))
+    assert (found.source, found.region) == ("profile 'p'", "r")
+    assert (found.endpoint_url, found.addressing_style) == (endpoint_url, style)
 
 
 @pytest.mark.parametrize("transport", ["native", "boto3", "fsspec"])
@@ -269,6 +340,17 @@ def test_broken_google_credentials(bare_environment, monkeypatch, content):
         open_store("gs://bucket/x")
 
 
+def test_no_token_of_this_machine_goes_to_another_server_unless_it_is_asked_for(monkeypatch):
+    of_machine = compute_engine.Credentials()  # type: ignore[no-untyped-call]
+    monkeypatch.setattr("google.auth.default", lambda scopes: (of_machine, None))
+    for options in (GcsOptions(), GcsOptions(token="google_default")):
+        found: Any = find_gcs_credentials(options).provider
+        assert found.ask.args[0] is of_machine
+    with pytest.raises(CredentialsError, match="no token of this machine is sent"):
+        find_gcs_credentials(GcsOptions(endpoint_url="http://elsewhere"))
+    assert find_gcs_credentials(GcsOptions(token="cloud", endpoint_url="http://elsewhere")).provider
+
+
 def test_forms_of_a_google_token(bare_environment, monkeypatch):
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", "/somebody/elses.json")
     path = bare_environment / "key.json"
@@ -286,6 +368,11 @@ def test_forms_of_a_google_token(bare_environment, monkeypatch):
     assert provider is not None
     assert provider() == {"token": "ya29.x", "expires_at": None}
     assert "ya29" not in repr(find_gcs_credentials(GcsOptions(token="ya29.x")))
+    for odd in ("~nobody-of-that-name/key", "x" * 5000):
+        assert find_gcs_credentials(GcsOptions(token=odd)).source == "storage_options"
+    lacking = {"type": "authorized_user", "client_id": "1", "client_secret": 2}
+    with pytest.raises(CredentialsError, match="it lacks client_secret, refresh_token"):
+        find_gcs_credentials(GcsOptions(token=lacking))
     with pytest.raises(CredentialsError, match="missing"):
         find_gcs_credentials(GcsOptions(token="/nowhere/key.json"))
     with pytest.raises(ConfigError, match="token"):
@@ -333,6 +420,7 @@ def test_a_service_account_gives_tokens_wherever_its_key_is(
     ask(token=str(place))
     for name, value in (
         ("GOOGLE_SERVICE_ACCOUNT", str(place)),
+        ("GOOGLE_SERVICE_ACCOUNT_PATH", str(place)),
         ("GOOGLE_SERVICE_ACCOUNT_KEY", text),
         ("GOOGLE_APPLICATION_CREDENTIALS", str(place)),
     ):
@@ -341,7 +429,7 @@ def test_a_service_account_gives_tokens_wherever_its_key_is(
             ask()
     (bare_environment / "application_default_credentials.json").write_text(text)
     ask()
-    assert len(set(tokens)) == 6
+    assert len(set(tokens)) == 7
     assert all(token.startswith("ya29.handed-out-") for token in tokens)
     monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "ya29.given")
     given = find_gcs_credentials(GcsOptions()).provider
@@ -470,9 +558,10 @@ def test_of_an_access_key_only_its_ends_are_shown_and_of_a_short_one_its_beginni
     assert shortened(key) == shown
 
 
-def test_a_credential_process_that_fails_is_an_error_about_credentials(monkeypatch, tmp_path):
-    (tmp_path / "config").write_text("[profile broken]\ncredential_process = /bin/false\n")
-    with pytest.raises(CredentialsError):
+@pytest.mark.parametrize("process", ["/bin/false", "/nowhere/to/be/seen"])
+def test_a_credential_process_that_fails_is_an_error_about_credentials(tmp_path, process):
+    (tmp_path / "config").write_text(f"[profile broken]\ncredential_process = {process}\n")
+    with pytest.raises(CredentialsError, match="profile 'broken'"):
         open_store("s3://bucket/x", {"profile": "broken"}, CONFIG)
 
 

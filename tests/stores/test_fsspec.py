@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -22,12 +23,16 @@ from fsspec.spec import AbstractBufferedFile
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import (
     BucketNotFoundError,
+    CredentialsError,
+    DcpObjstoreError,
     InputError,
     PermissionDeniedError,
+    StoreFullError,
     StoreUnavailableError,
     UnsupportedError,
 )
 from dcp_objstore.stores import ObjectStore, open_store
+from dcp_objstore.stores.errors import Meaning
 from dcp_objstore.stores.fsspec.filesystems import read_fsspec
 from tests.contract import (
     PART,
@@ -149,6 +154,53 @@ def test_an_error_means_what_the_status_of_the_answer_says_wherever_it_is(error,
     details = read_fsspec(error)
     assert details.meaning is not None
     assert (details.meaning.kind, details.status) == (kind, status)
+
+
+def of_library(name: str) -> Exception:
+    """An error of this class: `library.Class`."""
+    library, _, kind = name.partition(".")
+    made: Exception = type(kind, (Exception,), {"__module__": f"{library}.inner"})("it says")
+    return made
+
+
+CHECK = "check endpoint_url, that the server runs"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "connected", "timed_out", "advises"),
+    [
+        (of_library("google.TransportError"), StoreUnavailableError, True, False, False),
+        (of_library("google.GoogleAuthError"), CredentialsError, True, False, False),
+        (of_library("aiohttp.ClientError"), StoreUnavailableError, True, False, False),
+        (of_library("aiohttp.ClientConnectorError"), DcpObjstoreError, False, False, False),
+        (of_library("aiohttp.ConnectionTimeoutError"), DcpObjstoreError, False, False, False),
+        (of_library("urllib3.HTTPError"), StoreUnavailableError, True, False, False),
+        (of_library("paramiko.AuthenticationException"), CredentialsError, True, False, False),
+        (of_library("paramiko.SSHException"), StoreUnavailableError, True, False, False),
+        (ConnectionRefusedError("it says"), StoreUnavailableError, False, False, True),
+        (TimeoutError("it says"), StoreUnavailableError, True, True, True),
+        (ConnectionResetError("it says"), StoreUnavailableError, True, False, False),
+        (OSError("Forbidden: it says"), PermissionDeniedError, True, False, False),
+        (AnswerError(status=299), DcpObjstoreError, True, False, False),
+        (AnswerError(status=300), DcpObjstoreError, True, False, False),
+        (AnswerError(status=599), StoreUnavailableError, True, False, False),
+        (AnswerError(status=600), DcpObjstoreError, True, False, False),
+    ],
+)
+def test_each_error_of_a_library_says_what_is_known(error, kind, connected, timed_out, advises):
+    details = read_fsspec(error)
+    assert details.meaning is not None
+    assert (details.meaning.kind, details.meaning.words) == (kind, type(error).__name__)
+    assert (details.connected, details.timed_out) == (connected, timed_out)
+    assert ((details.meaning.advice or "").startswith(CHECK)) == advises
+    status = getattr(error, "status", None)
+    assert details.status == (status if status in (300, 599) else None)
+
+
+def test_a_full_disk_is_told_without_its_path():
+    details = read_fsspec(OSError(errno.ENOSPC, "no space", "/a/secret/place"))
+    assert details.text == "no space"
+    assert details.meaning == Meaning(StoreFullError)
 
 
 def test_on_an_object_store_a_stream_that_breaks_off_uploads_nothing(of_an_object_store):

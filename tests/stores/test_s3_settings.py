@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import base64
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
 from dcp_objstore.config import MIB, TransferConfig
-from dcp_objstore.errors import ConfigError, DcpObjstoreError
+from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
 from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.clients import make_filesystems
+from dcp_objstore.stores.credentials import Credentials
 from dcp_objstore.stores.gcs.options import GcsOptions
 from dcp_objstore.stores.options import parse
 from dcp_objstore.stores.protocol import IfAbsent
-from dcp_objstore.stores.s3.endpoint import s3_checksum
+from dcp_objstore.stores.s3.endpoint import is_virtual, s3_checksum, s3_server
 from dcp_objstore.stores.s3.options import S3Options
+from dcp_objstore.stores.s3.s3fs import S3Filesystems, make_s3fs
 from dcp_objstore.stores.s3.upload import Checksums, checksums_for
 from dcp_objstore.stores.urls import parse_url
 from tests.support.s3_requests import carrying, requests_of
@@ -410,6 +415,137 @@ def test_an_emulator_of_gcs_is_asked_where_googles_variable_names_one(
             with pytest.raises(DcpObjstoreError):
                 open_store("gs://bucket/x", {"token": "t"}, ONCE).head("k")
             assert all("Bearer t" in str(headers) for _, _, headers in server.requests)
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "found"),
+    [
+        ({}, {}, {"requester_pays": False, "sse": None, "region": None, "verify": True}),
+        ({"AWS_REQUEST_PAYER": "Requester"}, {}, {"requester_pays": True}),
+        ({"AWS_REQUEST_PAYER": "TRUE"}, {}, {"requester_pays": True}),
+        ({"AWS_REQUEST_PAYER": "false"}, {}, {"requester_pays": False}),
+        ({}, {"requester_pays": True}, {"requester_pays": True}),
+        ({"AWS_REGION": "a", "AWS_DEFAULT_REGION": "b"}, {}, {"region": "a"}),
+        ({"AWS_DEFAULT_REGION": "b"}, {}, {"region": "b"}),
+        ({"AWS_REGION": "a"}, {"region": "c"}, {"region": "c"}),
+        ({"AWS_CA_BUNDLE": __file__}, {}, {"verify": __file__}),
+        ({"AWS_CA_BUNDLE": __file__}, {"verify": False}, {"verify": False}),
+        ({"AWS_CA_BUNDLE": "/nowhere"}, {"verify": __file__}, {"verify": __file__}),
+        (
+            {"AWS_SERVER_SIDE_ENCRYPTION": "aws:kms", "AWS_SSE_BUCKET_KEY_ENABLED": "y"},
+            {"ServerSideEncryption": "aws:kms", "BucketKeyEnabled": False},
+            {"sse_bucket_key": False},
+        ),
+        *(
+            (
+                {"AWS_SSE_BUCKET_KEY_ENABLED": text},
+                {"ServerSideEncryption": "aws:kms"},
+                {"sse_bucket_key": is_on},
+            )
+            for is_on, texts in ((True, "1 true On yes y"), (False, "0 false off NO n"))
+            for text in texts.split()
+        ),
+        ({"AWS_SSE_BUCKET_KEY_ENABLED": "off"}, {}, {"sse_bucket_key": None}),
+        ({"AWS_SERVER_SIDE_ENCRYPTION": "AES256"}, {}, {"sse": "AES256"}),
+        ({"AWS_CHECKSUM_ALGORITHM": "crc32c"}, {}, {"checksum_algorithm": "CRC32C"}),
+    ],
+)
+def test_the_environment_completes_the_options_and_never_replaces_them(
+    monkeypatch, environment, options, found
+):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    sealing = {name: value for name, value in options.items() if name[0].isupper()}
+    given = {name: value for name, value in options.items() if name not in sealing}
+    settings = parse(S3Options, {**given, "s3_additional_kwargs": sealing})
+    assert {name: getattr(settings, name) for name in found} == found
+
+
+PROFILE = Credentials("a profile", endpoint_url="http://of.profile", region="of-profile")
+
+
+@pytest.mark.parametrize(
+    ("settings", "profile", "server"),
+    [
+        (S3Options(), Credentials(""), (None, "us-east-1")),
+        (S3Options(), PROFILE, ("http://of.profile", "of-profile")),
+        (S3Options(endpoint_url="http://x", region="r"), PROFILE, ("http://x", "r")),
+        (S3Options(endpoint_url="x:9"), Credentials(""), ("https://x:9", "us-east-1")),
+        (S3Options(endpoint_url="x", use_ssl=False), Credentials(""), ("http://x", "us-east-1")),
+        (S3Options(region="mx-central-1"), Credentials(""), (None, "mx-central-1")),
+    ],
+)
+def test_the_server_is_that_of_the_options_then_of_the_profile_then_aws(settings, profile, server):
+    assert s3_server(settings, profile) == server
+
+
+def test_a_region_that_aws_does_not_have_is_refused():
+    with pytest.raises(ConfigError, match="AWS has no server for the region a_b"):
+        s3_server(S3Options(region="a_b"), Credentials(""))
+
+
+@pytest.mark.parametrize(
+    ("style", "endpoint", "name", "expected"),
+    [
+        ("virtual", "http://x", "b", True),
+        ("virtual", None, "b.c", True),
+        ("path", None, "b", False),
+        ("auto", None, "b", True),
+        (None, None, "b", True),
+        (None, None, "b.c", False),
+        (None, "http://x", "b", False),
+    ],
+)
+def test_the_bucket_is_in_the_host_where_that_is_asked_for_or_works(
+    style, endpoint, name, expected
+):
+    assert is_virtual(style, endpoint, name) == expected
+
+
+class Kept(SimpleNamespace):
+    """Keeps its options, in the place of a filesystem of s3fs."""
+
+    req_kw: ClassVar[dict[str, str]] = {}
+
+
+def test_s3fs_gets_every_setting_and_waits_longer_for_a_write(monkeypatch):
+    config = TransferConfig(
+        request_timeout_seconds=77,
+        connect_timeout_seconds=7,
+        upload_concurrency=3,
+        download_concurrency=5,
+    )
+
+    def made(**settings: Any) -> S3Filesystems:
+        return make_s3fs(Kept, parse_url("s3://b"), S3Options(**settings), config)
+
+    plain = {"endpoint_url": "x", "use_ssl": False, "requester_pays": True}
+    keys = {"key": "k", "secret": "s", "token": "t"}
+    both = made(**plain, **keys, region="r", verify="/ca", sse="AES256")
+    assert both.endpoint_url == "http://x"
+    for fs, seconds in ((both.read, 30), (both.write, 77)):
+        sent = vars(fs).pop("config_kwargs")
+        assert vars(fs) == {
+            **plain,
+            **keys,
+            "endpoint_url": "http://x",
+            "anon": False,
+            "profile": None,
+            "s3_additional_kwargs": {"ServerSideEncryption": "AES256"},
+            "client_kwargs": {"verify": "/ca", "region_name": "r"},
+            "skip_instance_cache": True,
+        }
+        assert (sent["connect_timeout"], sent["read_timeout"]) == (7, seconds)
+        assert (sent["max_pool_connections"], sent["retries"]) == (8, {"total_max_attempts": 1})
+    # What the environment holds counts only where nothing else is named.
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "line\nbreak")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    for named in (keys, {"anon": True}, {"profile": "p"}):
+        assert made(**named).read.client_kwargs == {"verify": None, "region_name": None}
+    with pytest.raises(CredentialsError, match="line break"):
+        made()
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def _existing_file(token: str) -> Path | None:
     try:
         path = Path(token).expanduser()
         return path if path.is_file() else None
-    except (OSError, ValueError, RuntimeError):
+    except (OSError, RuntimeError):
         return None
 
 

@@ -8,7 +8,6 @@ takes boto3 is refused by name.
 
 from __future__ import annotations
 
-import configparser
 import importlib.util
 import os
 import re
@@ -227,7 +226,7 @@ def open_boto3_session(source: str, **arguments: Any) -> Boto3Session:
         settings = core.get_scoped_config()
     except ProfileNotFound as error:
         raise CredentialsError(f"{source}: {error}") from error
-    except (BotoCoreError, OSError, configparser.Error) as error:
+    except (BotoCoreError, OSError) as error:
         failure = f"{source}: the AWS settings cannot be read: {class_and_line(error)}"
     if failure is not None:  # raised outside of the handler: see `class_and_line`
         raise CredentialsError(failure)

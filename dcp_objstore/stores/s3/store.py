@@ -273,13 +273,13 @@ class S3Store(BaseStore["dict[str, str]"]):
             is_aborted = upload.abort()
             if not isinstance(error, Exception):
                 raise
-            translated = self._translate(error)
-            translated.message += f" (in a copy of {', '.join(places)})"
+            translated, cause = self._translate(error), error.__cause__
+            if translated is not error:  # else it may be the caller's own, which `moved` raised
+                translated.message += f" (in a copy of {', '.join(places)})"
+                cause = error
             if not is_aborted:
                 add_advice(translated, LEFTOVER_ADVICE)
-            if translated is error:
-                raise
-            raise translated from error
+            raise translated from cause
 
     def _place_of(self, source: CopySource, target: Mapping[str, str]) -> dict[str, str]:
         """Return the place of a source, with whatever else is in that of the new object.
