@@ -121,7 +121,7 @@ def named_server(spec: StoreSpec) -> NamedServer:
     """
     endpoint, region = spec.open().endpoint_url, None
     if spec.parsed.scheme == "s3" and _has_credentials(spec):
-        settings, credentials = find_credentials("s3", spec.storage_options, spec.stripped)
-        endpoint_of_profile, region = s3_server(settings, credentials)
+        found = find_credentials("s3", spec.storage_options, spec.stripped)
+        endpoint_of_profile, region = s3_server(*found)
         endpoint = endpoint or endpoint_of_profile
     return NamedServer(endpoint, region)

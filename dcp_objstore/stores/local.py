@@ -67,6 +67,9 @@ _NAME_BYTES = 255
 # The errors of a copy between two file systems, or on one that has no such call.
 _NO_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
+# The errors of a link on a file system that has none.
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
 # For the lock of a folder, which is held for milliseconds.
 LOCK_POLICY = RetryPolicy(None, 5.0, first_pause_seconds=0.001, longest_pause_seconds=0.25)
 
@@ -218,19 +221,17 @@ class LocalStore(BaseStore[Path]):
 
     def _link(self, temporary: Path, path: Path) -> None:
         """Put a temporary file in its place if there is no file yet."""
+        is_there = "there is such an object already"
         try:
             os.link(temporary, path)
         except FileExistsError as error:
-            raise errors.PreconditionFailedError("there is such an object already") from error
+            raise errors.PreconditionFailedError(is_there) from error
         except OSError as error:
-            # File systems without hard links: the lock is all there is.
-            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            if error.errno not in _NO_LINKS:
                 raise
-            with locked(path.parent, self._patience):
+            with locked(path.parent, self._patience):  # it is all that keeps creators apart
                 if path.exists():
-                    raise errors.PreconditionFailedError(
-                        "there is such an object already"
-                    ) from None
+                    raise errors.PreconditionFailedError(is_there) from None
                 temporary.replace(path)
 
     def _leads_up(self, key: str) -> bool:

@@ -21,14 +21,11 @@ from dcp_objstore.errors import ConfigError
 S = TypeVar("S", bound="Schema")
 
 _KEY = "option"
-# Settings of obstore that need no option here, and why.
+# Settings of obstore that need no option here, and why. Some may begin with `aws_`.
 _NEEDLESS_NAMES: Final = {
     "s3_express": "a directory bucket is known by its name (…--x-s3)",
-    "aws_s3_express": "a directory bucket is known by its name (…--x-s3)",
     "conditional_put": "conditional writes are tried out, not set",
-    "aws_conditional_put": "conditional writes are tried out, not set",
     "bucket": "the URL names the bucket",
-    "aws_bucket": "the URL names the bucket",
     "max_retries": "that is TransferConfig(max_retries=…)",
     "retry_timeout": "that is TransferConfig(retry_timeout_seconds=…)",
     "timeout": "that is TransferConfig(request_timeout_seconds=…)",
@@ -335,8 +332,9 @@ def _hint(schema: type[Schema], name: str, known: Collection[str]) -> str | None
         name: the name as it was given, inside one mapping of the options.
         known: the names that this mapping takes.
     """
-    if name in _NEEDLESS_NAMES:
-        return f"there is no need for it: {_NEEDLESS_NAMES[name]}."
+    why = _NEEDLESS_NAMES.get(name.removeprefix("aws_"))
+    if why is not None:
+        return f"there is no need for it: {why}."
     for option in schema.options().values():
         leaves = [spelling.rpartition(".")[2] for spelling in option.spellings]
         if name in leaves or name in option.native or name in option.called:

@@ -85,11 +85,6 @@ class RetryPolicy:
         return most * _random.uniform(0.5, 1.0)
 
 
-def transfer_policy(config: TransferConfig) -> RetryPolicy:
-    """Return the policy of the requests that move data."""
-    return RetryPolicy(config.max_retries, config.retry_timeout_seconds)
-
-
 def small_policy(config: TransferConfig) -> RetryPolicy:
     """Return the policy of small requests (marker, index, listing).
 
@@ -251,7 +246,7 @@ class Requests:
     """The state that the requests to one bucket share.
 
     Args:
-        config: time-outs and retries; see `transfer_policy`, `small_policy`.
+        config: time-outs and retries; those of small requests by `small_policy`.
         judge: a function that says what an exception of the transport means.
         endpoint_url: the server; None for the provider's own.
         url: a URL of the bucket.
@@ -276,7 +271,8 @@ class Requests:
         self.endpoint_url = endpoint_url
         self._judge = judge
         self._bucket = (url.scheme, url.bucket)
-        self._policy, self._small_policy = transfer_policy(config), small_policy(config)
+        self._policy = RetryPolicy(config.max_retries, config.retry_timeout_seconds)
+        self._small_policy = small_policy(config)
         self.small_timeout_seconds = min(
             config.request_timeout_seconds,
             max(config.stall_timeout_seconds / 3, _LEAST_SMALL_TIMEOUT_SECONDS),

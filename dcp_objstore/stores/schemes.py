@@ -124,8 +124,8 @@ def is_secret(name: str, value: object = None, *, foreign: bool = False) -> bool
         return True  # it holds its own credentials
     if foreign:
         may_be_url_with_secret = isinstance(value, str) and ("@" in value or "?" in value)
-        is_mapping = isinstance(value, Mapping)  # its names are not known
-        return name not in _PUBLIC_NAMES or is_mapping or may_be_url_with_secret
+        # The names in a mapping are not known.
+        return name not in _PUBLIC_NAMES or may_be_url_with_secret or isinstance(value, Mapping)
     is_method = isinstance(value, str) and value in _PUBLIC_TOKENS
     return name in _SECRET_NAMES and not is_method
 

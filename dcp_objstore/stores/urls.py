@@ -12,13 +12,12 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, get_args
 
 from dcp_objstore.errors import InvalidUrlError
 
 Scheme = Literal["s3", "gs", "az", "file", "memory"]
-SCHEMES: tuple[Scheme, ...] = ("s3", "gs", "az", "file", "memory")
-_SCHEMES_TEXT = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+_SCHEMES_TEXT = ", ".join(f"{scheme}://" for scheme in get_args(Scheme))
 _ALIASES: dict[str, Scheme] = {
     "s3": "s3",
     "gs": "gs",
@@ -69,7 +68,7 @@ class StoreUrl:
     """A checked URL.
 
     Attributes:
-        scheme: one of `SCHEMES` (`gs` for `gcs`; `az` for `azure`, `abfs` and `abfss`), or one that
+        scheme: a `Scheme` (`gs` for `gcs`; `az` for `azure`, `abfs` and `abfss`), or one that
             only fsspec knows.
         bucket: the bucket (Azure: the container); for `memory` the name of the store; empty for
             `file`. With another scheme all that stands before the first slash: a host, a container,

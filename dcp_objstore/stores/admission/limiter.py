@@ -55,13 +55,6 @@ class _Counted(NamedTuple):
     in_flight: int
 
 
-class _Duration(NamedTuple):
-    """The seconds that a request took, and these by the number in flight; see `_share`."""
-
-    seconds: float
-    share_seconds: float
-
-
 class Limiter:
     """Limit the requests to one bucket.
 
@@ -224,7 +217,9 @@ class AdmissionSlot:
         # Those that are over and not yet ended, each with the number in flight when it was over.
         self._released: dict[Hashable, _Counted] = {}
         self._slow: set[Hashable] = set()  # those in flight that are judged slow already
-        self._durations: deque[_Duration] = deque(maxlen=2 * _SLOW_AMONG)
+        # Of the requests lately the seconds that each took, and its share (see `_share`).
+        self._seconds: deque[float] = deque(maxlen=2 * _SLOW_AMONG)
+        self._shares: deque[float] = deque(maxlen=2 * _SLOW_AMONG)
         self._verdicts: deque[bool] = deque(maxlen=_SLOW_AMONG)  # whether each was slow
         self._closed = False
 
@@ -236,9 +231,7 @@ class AdmissionSlot:
     @property
     def concurrency(self) -> int:
         """The number of requests that the transfer may have in flight, if it is the only one."""
-        if self._fixed is not None:
-            return self._fixed
-        return int(self._allowed)
+        return int(self._allowed) if self._fixed is None else self._fixed
 
     @property
     def _allowed(self) -> float:
@@ -311,7 +304,8 @@ class AdmissionSlot:
                 self._slow.remove(request)  # `judge_ages` has judged it
             else:
                 self._judge(begun.begun_at, is_slow=self._is_slow(seconds, begun.in_flight))
-            self._durations.append(_Duration(seconds, self._share(seconds, begun.in_flight)))
+            self._seconds.append(seconds)
+            self._shares.append(self._share(seconds, begun.in_flight))
             self._released[request] = _Counted(begun.begun_at, limiter.in_flight)
             limiter._give_back(1)
 
@@ -365,11 +359,10 @@ class AdmissionSlot:
             first_in_flight: the number in flight when it began.
         """
         # The second condition is a shortcut: such a request is never slow by what is below.
-        if not self._judges_slowness or seconds < _SLOW_SECONDS or len(self._durations) < _FEW:
+        if not self._judges_slowness or seconds < _SLOW_SECONDS or len(self._seconds) < _FEW:
             return False
-        fifth = (len(self._durations) - 1) // 5
-        usual_seconds = sorted(one.seconds for one in self._durations)[fifth]
-        usual_share = sorted(one.share_seconds for one in self._durations)[fifth]
+        fifth = (len(self._seconds) - 1) // 5
+        usual_seconds, usual_share = sorted(self._seconds)[fifth], sorted(self._shares)[fifth]
         longest = max(_SLOW_FACTOR * usual_seconds, usual_seconds + _SLOW_SECONDS)
         # Where the line is full, a larger window alone makes each request take longer, but not
         # its share.

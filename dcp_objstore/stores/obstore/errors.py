@@ -247,8 +247,8 @@ def read_obstore(error: Exception) -> ErrorDetails:
         # The text of that service would only distract from the remedy.
         may_pass = message.status is None or message.status >= 500
         details = replace(details, text="", may_pass=may_pass)
-    elif message.request is not None and message.status is None:
-        details = _with_reason_of_silence(details, message, message.request)
+    elif message.status is None:
+        details = _with_reason_of_silence(details, message)
     return _details_of_failed_abort(error, details) if message.is_abort else details
 
 
@@ -342,12 +342,10 @@ def _meaning_in_text(error: Exception, message: _Message) -> Meaning | None:
     return errors.first_sign(_NOT_THE_RANGE, message.dump) or next(kinds, None)
 
 
-def _with_reason_of_silence(
-    details: ErrorDetails, message: _Message, request: re.Match[str]
-) -> ErrorDetails:
+def _with_reason_of_silence(details: ErrorDetails, message: _Message) -> ErrorDetails:
     """Return the details with why a request got no answer, where the dump tells."""
-    meaning = errors.first_sign(_NO_ANSWERS, message.dump)
-    if meaning is None:
+    meaning, request = errors.first_sign(_NO_ANSWERS, message.dump), message.request
+    if meaning is None or request is None:
         return details
     retries = request["retries"]
     tries = f" ({retries} retries in {request['time']})" if retries else ""

@@ -89,27 +89,25 @@ class TlsSocket(socket.socket):
             How many bytes were received. With `MSG_WAITALL`, fewer mean that the connection was
             closed or lost, or was silent for the time-out.
         """
-        into, filled, read = memoryview(buffer)[: nbytes or None], 0, self._tls.read
+        into, done, read = memoryview(buffer)[: nbytes or None], 0, self._tls.read
         with _turns.here:
             try:
                 while True:
                     try:
                         # Each call of `read` returns at most one TLS record, and 0 at the end.
-                        while filled < len(into) and (
-                            count := read(len(into) - filled, into[filled:])
-                        ):
-                            filled += count  # type: ignore[operator]  # typeshed says bytes
+                        while done < len(into) and (count := read(len(into) - done, into[done:])):
+                            done += count  # type: ignore[operator]  # typeshed says bytes
                     except ssl.SSLWantReadError:  # all that arrived is decrypted
-                        if filled and not flags:
-                            return filled
-                        if not self._receive(len(into) - filled if flags else 0):
-                            return filled
+                        if done and not flags:
+                            return done
+                        if not self._receive(len(into) - done if flags else 0):
+                            return done
                     else:
-                        return filled
+                        return done
             except OSError:
-                if not filled:
+                if not done:
                     raise
-                return filled
+                return done
 
     def _shake_hands(self) -> None:
         """Make the TLS handshake. Some threads do so at a time; see `_turns`."""
