@@ -219,6 +219,7 @@ def _open_local(spec: StoreSpec) -> ObjectStore:
 
 
 def _open_obstore(spec: StoreSpec) -> ObjectStore:
+    """Open a store over obstore; with boto3 where it is installed, for what obstore cannot do."""
     import obstore.store  # noqa: F401  now, not in the thread of a request: a fork may come then
 
     from dcp_objstore.stores.clients import make_clients

@@ -351,14 +351,16 @@ def test_a_save_has_whole_objects_copied_that_hold_nothing_else(bucket, proxy):
 class Copying:
     """A provider that answers a HEAD and reports the given steps of a copy."""
 
-    def __init__(self, *steps: tuple[int, bool], size_bytes: int = 9, e_tag: str = '"e"') -> None:
+    def __init__(
+        self, *steps: tuple[int, bool], repeats: int = 1, size_bytes: int = 9, e_tag: str = '"e"'
+    ) -> None:
         self.asked: list[str] = []
         self.moved: list[int] = []
         self.removed = 0
         self.head = Message()
         self.head["Content-Length"], self.head["ETag"] = str(size_bytes), e_tag
         self.copier = Copier("https://server", lambda *given: {"Signed": given[0]}, self.steps)
-        self.given = steps
+        self.given = steps * repeats
 
     def steps(self, copier: Copier, ask: Any, origin: Any, target: Any, head: Message) -> Any:
         assert (str(origin), str(target), head) == ("gs://bucket/from", "gs://bucket/k", self.head)
@@ -384,20 +386,23 @@ WHOLE = CopySource("gs://bucket/from", 0, 9, Version('"e"'))
 
 
 def test_a_copy_reports_its_bytes_and_is_waited_for_until_it_goes_on(monkeypatch):
-    monkeypatch.setattr(copies, "_PENDING", RetryPolicy(1, 60.0, first_pause_seconds=0.0))
+    clock = [0.0]
+    monkeypatch.setattr("dcp_objstore.stores.retries.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(
+        "dcp_objstore.stores.retries.time.sleep",
+        lambda seconds: clock.append(clock.pop() + seconds),
+    )
     copying = Copying((0, False), (4, True), (4, True), (9, True))
     copying.run(WHOLE)
     assert copying.moved == [4, 5]
     assert copying.asked == ["HEAD https://server/bucket/from"]
     assert copying.removed == 0
-    for steps, removed in (
-        ([(0, False), (0, False)], 0),
-        ([(4, True), (4, True), (4, True)], 1),
-    ):
-        copying = Copying(*steps)
+    for is_there in (False, True):
+        copying, clock[0] = Copying((4, is_there), repeats=10_000), 0.0
         with pytest.raises(StoreUnavailableError, match="does not go on"):
             copying.run(WHOLE)
-        assert copying.removed == removed
+        assert clock == [60.0]
+        assert (copying.moved, copying.removed) == ([4], int(is_there))
 
 
 def test_only_one_whole_object_in_the_known_state_is_copied():

@@ -203,7 +203,8 @@ class ObstoreStore(BaseStore[str]):
         max_concurrency: int,
         moved: Callable[[int], None],
     ) -> Version:
-        if self._over_boto3 is None:  # GCS or Azure
+        """Have boto3 copy ranges on S3, and GCS and Azure copy a whole object."""
+        if self._over_boto3 is None:
             clients, target = self._clients, replace(self._url, prefix=place)
             send, remove = partial(clients.ask, place), partial(self._delete, place)
             copy_object(clients.copier, send, sources, target, moved=moved, remove=remove)
@@ -217,6 +218,7 @@ class ObstoreStore(BaseStore[str]):
         )
 
     def _get(self, place: str, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
+        """Get an object. Its body is not asked for before its size is known to be small enough."""
         import obstore
 
         def read() -> tuple[bytes, ObjectMeta]:
@@ -232,6 +234,7 @@ class ObstoreStore(BaseStore[str]):
         return self._clients.run(self._clients.tries("get", place), read)
 
     def _head(self, place: str) -> ObjectMeta:
+        """Ask for the metadata of an object by a HEAD, then by a GET if a failure needs a body."""
         import obstore
 
         def read() -> ObjectMeta:
@@ -323,6 +326,7 @@ class ObstoreStore(BaseStore[str]):
 
     @contextmanager
     def _errors(self, key: str | None) -> Iterator[str]:
+        """Translate panics, too, which are no `Exception`."""
         with super()._errors(key) as place:
             try:
                 yield place
@@ -333,6 +337,7 @@ class ObstoreStore(BaseStore[str]):
                 raise translated from error
 
     def _meta(self, meta: Any) -> ObjectMeta:
+        """Translate what obstore says of an object; its path is the key in the bucket."""
         path: str = meta["path"]
         if not path.startswith(self._root):
             raise errors.StoreUnavailableError(
@@ -378,6 +383,7 @@ class _Pages:
         return page
 
     def _begin(self) -> Iterator[Any]:
+        """Begin a listing, which has no empty pages."""
         import obstore
 
         self._keys_to_leave_out.update(self._listed_keys)
