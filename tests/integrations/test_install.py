@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
+import pathlib
 import pickle
-import subprocess
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, state_dict_saver
+from torch.distributed.checkpoint import (
+    FileSystemReader,
+    FileSystemWriter,
+    _async_process_executor,
+    state_dict_saver,
+)
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -33,7 +40,7 @@ from dcp_objstore import torch_private
 from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.integrations import install as module
 from tests.support.checkpoints import Options
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_alone, run_ranks
 from tests.support.servers import Bucket
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
@@ -188,22 +195,46 @@ def test_torchs_tools_for_torch_save_read_and_write_buckets(bucket, tmp_path):
     assert torch.equal(found["weight"], state(3)["weight"])
 
 
+class Child:
+    """Saves as torch's child does: by what was pickled, and with nothing installed."""
+
+    def save(self, staged_state_dict: Any, **settings: Any) -> Any:
+        sent = ForkingPickler.dumps((settings["checkpoint_id"], settings["storage_writer"]))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module._Installed, "settings", None)
+            url, writer = pickle.loads(sent)
+            return dcp.save(staged_state_dict, checkpoint_id=url, storage_writer=writer)
+
+
+def test_background_saves_are_committed_in_thread_and_process_mode(bucket, monkeypatch):
+    monkeypatch.setattr(_async_process_executor, "_CHECKPOINT_PROCESS", Child())
+    with dos.install(storage_options=bucket.storage_options):
+        for number, save in enumerate((dcp.async_save, async_save_imported_earlier)):
+            for mode in AsyncCheckpointerType:
+                name = f"{mode.value}-{number}"
+                saved: Any = save(
+                    state(3), checkpoint_id=Path(bucket.at(name)), async_checkpointer_type=mode
+                )
+                saved.result()
+                assert is_committed(bucket, name)
+                assert loaded(Path(bucket.at(name))) == 3
+
+
 def save_in_the_background(rank: int, world: int, url: str, options: Options) -> None:
-    modes = (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS)
     with dos.install(storage_options=options):
         for number, save in enumerate((dcp.async_save, async_save_imported_earlier)):
-            for mode in modes:
-                step = Path(f"{url}/{mode.value}-{number}")
-                saved: Any = save(state(3), checkpoint_id=step, async_checkpointer_type=mode)
-                saved.result()
-                assert loaded(step) == 3
+            step, mode = Path(f"{url}/{number}"), AsyncCheckpointerType.PROCESS
+            saved: Any = save(state(3), checkpoint_id=step, async_checkpointer_type=mode)
+            saved.result()
+            assert loaded(step) == 3
 
 
+@pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore")
-def test_background_saves_are_committed_in_thread_and_process_mode(bucket):
+def test_saves_by_torchs_own_child_are_committed(bucket):
     run_ranks(1, save_in_the_background, bucket.url, bucket.storage_options)
-    for name in ("thread-0", "process-0", "thread-1", "process-1"):
-        assert is_committed(bucket, name)
+    assert is_committed(bucket, "0")
+    assert is_committed(bucket, "1")
 
 
 def save_while_training(rank: int, world: int, url: str, way: str) -> tuple[list[float], int]:
@@ -278,17 +309,27 @@ def test_functions_that_install_replaces_are_still_pickled_by_their_names():
         assert pickle.loads(pickle.dumps(function)) is function
 
 
+def changed_by_install() -> list[str]:
+    """The names that an import and `install` change, in a process that has torch."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "dcp_objstore"]:
+        del sys.modules[name]
+    modules = (os, os.path, pathlib, shutil, torch)
+    before = [dict(vars(module)) for module in modules]
+    import dcp_objstore as imported_anew
+
+    imported_anew.install()
+    assert imported_anew.install is not module.install
+    assert FileSystemWriter.validate_checkpoint_id("s3://bucket/key")
+    return [
+        f"{module.__name__}.{name}"
+        for module, names in zip(modules, before, strict=True)
+        for name, value in names.items()
+        if vars(module).get(name) is not value
+    ]
+
+
 def test_install_changes_nothing_but_distributed_checkpoint():
-    code = """if True:
-        import os, pathlib, shutil, torch, torch.distributed.checkpoint
-        modules = (os, os.path, pathlib, shutil, torch)
-        before = [dict(vars(module)) for module in modules]
-        import dcp_objstore as dos
-        dos.install()
-        for module, names in zip(modules, before):
-            assert [one for one in names if vars(module)[one] is not names[one]] == [], module
-    """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert run_alone(changed_by_install) == []
 
 
 def test_what_cannot_be_kept_is_refused():
