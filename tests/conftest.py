@@ -58,6 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not config.getoption("bucket_url"):
         os.environ["SSL_CERT_FILE"] = str(AUTHORITY)
+    # torch looks up the name of each address that it connects to, which has none here: one try of
+    # 1 s in place of 5 s and more, where the name server does not answer.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     # Set in many containers. Each of the processes would compile all tests and all of the package.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Others in the next run. How long one takes says nothing on a busy machine.

@@ -20,11 +20,10 @@ from tests.support.ranks import run_ranks
 class Warned(logging.Handler):
     """Records the warnings of missing ranks; sets a key in the store at one that has a text."""
 
-    def __init__(self, until: str, key: str) -> None:
+    def __init__(self, store: Any, until: str, key: str) -> None:
         super().__init__(logging.WARNING)
-        self.store: Any = torch_private.default_store().clone()
         self.texts: list[str] = []
-        self.until, self.key = until, key
+        self.store, self.until, self.key = store, until, key
 
     def emit(self, record: logging.LogRecord) -> None:
         if "has waited" in record.getMessage():
@@ -53,12 +52,13 @@ def one_rank_is_late(rank: int, world: int, url: str) -> list[tuple[str, list[st
     """The last rank makes each call only when another has said that it is missing."""
     warnings = []
     store: Any = torch_private.default_store()
+    apart = store.clone()  # another thread may wait in the group's
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arrivals, "_NOTED_AFTER_SECONDS", 0.0)
-        patch.setattr(arrivals, "_WARNED_AFTER_SECONDS", 600.0 if rank == world - 1 else 0.05)
+        patch.setattr(arrivals, "_NOTED_AFTER_SECONDS", 600.0 if rank == world - 1 else 0.0)
+        patch.setattr(arrivals, "_WARNED_AFTER_SECONDS", 0.05)
         patch.setattr(arrivals, "_WARNING_FACTOR", 1.5)
         for name, make in CALLS.items():
-            handler = Warned(f"for rank {world - 1}, which", name)
+            handler = Warned(apart, f"for rank {world - 1}, which", name)
             logging.getLogger("dcp_objstore").addHandler(handler)
             try:
                 if rank == world - 1:
@@ -89,7 +89,7 @@ def works_long(rank: int, world: int, url: str) -> tuple[list[str], int]:
     """Rank 0 works for all until one rank, once both are in the call, has looked who is missing."""
     store: Any = torch_private.default_store().clone()
     really = arrivals._Call.note_or_warn
-    handler = Warned("", "warned")
+    handler = Warned(store, "", "warned")
     looks = 0
 
     def look(call: arrivals._Call) -> None:
