@@ -137,14 +137,14 @@ def load(
         )
 
     advice = every_rank("dcp_objstore.load")
-    reader, refused = capture(make_reader)
+    reader, reader_error = capture(make_reader)
     with reporting_failures(reader):
         with meeting(url_of(reader), process_group or world_group(), advice):
             group = sync_group(process_group, config)
-            converted, failed = capture(lambda: ConvertedState(state, loading=True, strict=strict))
+            converted, error = capture(lambda: ConvertedState(state, loading=True, strict=strict))
             # With read_once the load begins with a collective, so all ranks must agree first.
             same = {"read_once": bool(read_once)}
-            raise_on_all(refused or failed, url_of(reader), group, advice, same=same)
+            raise_on_all(reader_error or error, url_of(reader), group, advice, same=same)
         assert reader is not None
         assert converted is not None
         reader._process_group = group
@@ -198,8 +198,8 @@ def _run_load(
                 process_group=group,
                 no_dist=count_ranks(group) == 1,
             )
-        _, failed = capture(converted.restore)
-        raise_on_all(failed, url, group)
+        _, restore_error = capture(converted.restore)
+        raise_on_all(restore_error, url, group)
     except DcpObjstoreError as error:
         advice = error.advice
         if isinstance(error, StateMismatchError):

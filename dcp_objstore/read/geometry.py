@@ -175,7 +175,7 @@ def collapse(shape: tuple[int, ...], wanted: Box) -> tuple[tuple[int, ...], Box]
     Whole rows become one long row, so that row-wise resharding copies in one dimension: the last 3
     rows of shape (4, 10) are the last 30 elements of shape (40,).
     """
-    dims = len(shape)
+    dims = len(shape)  # those that are left
     while dims > 1 and wanted.sizes[dims - 1] == shape[dims - 1]:
         dims -= 1
     if dims == len(shape):

@@ -139,7 +139,7 @@ class ItemRead:
             raise self._error
         if not isinstance(self._destination, torch.Tensor):
             key = self.item.dest_index.fqn
-            body = self.location.undone(self.take(), key)
+            body = self.location.undo_transforms(self.take(), key)
             check_safe(
                 body.getvalue(), key, trust_pickle=trust_pickle, is_verified=self._is_verified
             )
@@ -175,7 +175,7 @@ class ItemRead:
             DcpObjstoreError: the tensor cannot be built, as `not_built` says.
         """
         key = self.item.dest_index.fqn
-        body = self.location.undone(self.take(), key)
+        body = self.location.undo_transforms(self.take(), key)
         try:
             if not self.is_trusted:
                 with body.getbuffer() as view:

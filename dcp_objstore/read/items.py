@@ -70,13 +70,13 @@ class ItemLocation:
     transforms: tuple[str, ...] = ()
     limit_bytes: int | None = None
 
-    def undone(self, payload: io.BytesIO, key: str) -> io.BytesIO:
+    def undo_transforms(self, payload: io.BytesIO, key: str) -> io.BytesIO:
         """Return the payload as it was before the stream extensions; unchanged if it has none.
 
         Raises:
             CheckpointCorruptError: an extension cannot be undone, or the payload becomes too large.
         """
-        if self.limit_bytes is None:
+        if self.limit_bytes is None:  # raw elements
             return payload
         body = undo(payload, self.transforms, key, self.limit_bytes)
         check_archive(body, key, self.limit_bytes)
@@ -128,16 +128,16 @@ class IndexItems:
         if tensor is not None:
             _, chunk_sizes = self._index.box(key, row - self._index.rows(key).start)
             sizes = tuple(chunk_sizes)
-            # Otherwise torch has to decode the item. If the dtype is unknown, reading it raises.
+            # Raw elements; or torch does not know the dtype, and `StoredCheckpoint.item` says so.
             if not item.pickled or known_dtype(tensor.dtype) is None:
                 dtype = tensor.dtype
         return ItemLocation(
-            item.object_number,
-            item.payload_offset,
-            item.payload_length,
-            sizes,
-            dtype,
-            item.digests or None,
+            object_number=item.object_number,
+            payload_offset=item.payload_offset,
+            payload_length=item.payload_length,
+            sizes=sizes,
+            dtype=dtype,
+            digests=item.digests or None,
             # torch does not compress, so an item never unpacks to more than is stored; if it
             # would, this library did not write it.
             limit_bytes=None if dtype is not None else item.payload_length,
@@ -254,7 +254,7 @@ class RenamedItems:
         return None if own_key is None else self._items.find(own_key, offset, number)
 
     def describe(self, load_id: str | None) -> Metadata:
-        """Return what DCP's planners need."""
+        """Return what DCP's planners need, under the new keys."""
         metadata = self._items.describe(load_id)
         saved = metadata.state_dict_metadata
         return dataclasses.replace(
@@ -268,7 +268,10 @@ Items: TypeAlias = IndexItems | StockItems | RenamedItems
 
 
 def typed_paths(items: Items) -> dict[str, tuple[str | int, ...]]:
-    """Return the place of each key, as far as it is known, with the ints in dicts as they were."""
+    """Return the place of each key, as far as it is known.
+
+    A step that was an int in a dict is a `LiteralKey`: other ints are positions in lists.
+    """
     paths = dict(items.paths or {})
     for key, dict_levels in items.literal_keys.items():
         paths[key] = tuple(

@@ -319,7 +319,7 @@ class ObjectStoreReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *_: Any, **kwargs: Any
     ) -> None:
-        """Raise the error that `read_metadata` kept."""
+        """Begin to show the progress, and raise the error that `read_metadata` kept."""
         del metadata
         load = self._current_load()
         load.rank = kwargs.get("rank")
@@ -428,7 +428,7 @@ class ObjectStoreReader(StorageReader):
         if isinstance(share, Share) and self._all_arrived(load, share):
             exchanging = Exchange(share, self._group(share.meeting), load.spec.url)
         with exchanging as exchange:
-            # A planner may change the items after they were planned.
+            # The planner has changed the items since `prepare_local_plan`, or that was not called.
             if planned is None or [read.item for read in planned.reads] != list(plan.items):
                 if exchange is not None:
                     raise UnsupportedError(

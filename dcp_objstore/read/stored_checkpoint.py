@@ -196,7 +196,7 @@ class StoredCheckpoint:
 
     def explain(self, store: ObjectStore, error: ObjectNotFoundError) -> DcpObjstoreError:
         """Return why a data object is missing: checkpoint deleted or replaced since, or corrupt."""
-        if self.commit_id is None:
+        if self.commit_id is None:  # another library's, with no marker that could say more
             return CheckpointCorruptError(
                 "an object of the checkpoint is missing", object_key=error.object_key
             )
@@ -465,7 +465,7 @@ def _opening_errors(store: ObjectStore) -> Iterator[None]:
     """
     try:
         yield
-    except CheckpointCorruptError:
+    except CheckpointCorruptError:  # a CorruptDataError that needs no translation
         raise
     except CorruptDataError as error:
         raise CheckpointCorruptError(
@@ -497,7 +497,7 @@ def _stock_checkpoint(body: bytes, load_id: str | None) -> StoredCheckpoint:
         if isinstance(item, TensorStorageMetadata)
         for chunk in item.chunks
     }
-    numbers: dict[str, int] = {}
+    object_numbers: dict[str, int] = {}
     items: dict[tuple[str, tuple[int, ...] | None], ItemLocation] = {}
     unexplained_bytes = 0
     for stored, info in metadata.storage_data.items():
@@ -515,7 +515,7 @@ def _stock_checkpoint(body: bytes, load_id: str | None) -> StoredCheckpoint:
                 key=stored.fqn,
             )
         items[stored.fqn, offset] = ItemLocation(
-            object_number=numbers.setdefault(info.relative_path, len(numbers)),
+            object_number=object_numbers.setdefault(info.relative_path, len(object_numbers)),
             payload_offset=info.offset,
             payload_length=info.length,
             sizes=sizes,
@@ -526,4 +526,4 @@ def _stock_checkpoint(body: bytes, load_id: str | None) -> StoredCheckpoint:
         )
     if not items and metadata.state_dict_metadata:
         raise CheckpointNotFoundError("the .metadata found describes items but not where they lie")
-    return StoredCheckpoint(tuple(numbers), StockItems(metadata, items), load_id=load_id)
+    return StoredCheckpoint(tuple(object_numbers), StockItems(metadata, items), load_id=load_id)

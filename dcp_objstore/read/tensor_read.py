@@ -305,10 +305,11 @@ def _pieces(read: Read, *, whole_blocks: bool) -> Iterator[tuple[int, int]]:
     A read of MiB 5 to 10 of a long payload needs pieces 4 to 8 and 8 to 12, which are whole blocks,
     with `whole_blocks`. Without it, pieces begin where the needed bytes do: 5 to 9 and 9 to 10.
     """
-    size, unit = read.location.payload_length, BLOCK_SIZE_BYTES if whole_blocks else 1
+    size = read.location.payload_length
     # A gap shorter than a block skips no whole block.
-    gap = BLOCK_SIZE_BYTES - 1 if whole_blocks else DEFAULT_GAP_BYTES
-    for low, high in [(0, size)] if read.selection is None else read.selection.runs(gap):
+    unit, gap = (BLOCK_SIZE_BYTES, BLOCK_SIZE_BYTES - 1) if whole_blocks else (1, DEFAULT_GAP_BYTES)
+    stretches = [(0, size)] if read.selection is None else read.selection.runs(gap)
+    for low, high in stretches:
         end = min(-(-high // unit) * unit, size)
         for start in range(low // unit * unit, end, BLOCK_SIZE_BYTES):
             yield start, min(start + BLOCK_SIZE_BYTES, end)

@@ -93,7 +93,7 @@ def _copy(
     part_sizes: list[int] = []
 
     def moved(size_bytes: int) -> None:
-        """Count a part that the store has copied. Called in any thread."""
+        """Count a part that the store has copied; raise if the copies must stop."""
         progress.check_stopped()
         part_sizes.append(size_bytes)
         progress.moved(size_bytes)

@@ -73,7 +73,7 @@ _MOST_REPEATS = 2
 def worker_count(
     concurrency: int, piece_bytes: int, budget_bytes: int, reading: RangeReading, *, depth: int = 1
 ) -> int:
-    """Return how many workers fit into the memory budget.
+    """Return how many workers the requests in flight take, or as many as the memory budget allows.
 
     A worker takes the memory for a piece, and what the store takes for the one range that it is
     reading. Ranges that are open and not read yet take none.
@@ -228,8 +228,8 @@ class _Gate:
         self._changed = threading.Condition()
 
     @contextmanager
-    def passed(self, receiving: RangeBody | None = None) -> Iterator[None]:
-        """Write there in this block; raise the error of `progress.stop` instead if it was called.
+    def writing(self, receiving: RangeBody | None = None) -> Iterator[None]:
+        """Write to the caller's memory in this block; raise instead if the transfer was stopped.
 
         Args:
             receiving: the body that is received there. Default: what was received is consumed.
@@ -390,7 +390,7 @@ class _Shared(Generic[T]):
 
     def pass_on(self, request: RangeRequest[T], body: Buffer) -> None:
         """Call `consume`, unless the transfer was stopped."""
-        with self.gate.passed():
+        with self.gate.writing():
             caller_is_needed = self.consume(request, body)
         if caller_is_needed:
             self.done.put(None)
@@ -565,7 +565,7 @@ class _Worker(Generic[T]):
             began_at = time.monotonic()
             try:
                 if fetch.is_in_place:  # the caller's memory, and there is nothing to consume
-                    with shared.gate.passed(fetch.body):
+                    with shared.gate.writing(fetch.body):
                         self._receive(fetch, piece, memory)
                 else:
                     self._receive(fetch, piece, memory)

@@ -88,8 +88,8 @@ def grown_request_size(total_bytes: int, least_bytes: int, *, is_near: bool = Tr
     Args:
         is_near: whether a few connections move all that the store or this machine can.
     """
-    many, most_bytes = _NEAR if is_near else _FAR
-    return max(least_bytes, min(total_bytes // many // MIB * MIB, most_bytes))
+    many_requests, most_bytes = _NEAR if is_near else _FAR
+    return max(least_bytes, min(total_bytes // many_requests // MIB * MIB, most_bytes))
 
 
 def cut(request: RangeRequest[T], piece_size_bytes: int) -> list[RangeRequest[T]]:

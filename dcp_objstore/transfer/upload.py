@@ -189,7 +189,7 @@ class _TrackedBuffers:
     def end(self) -> None:
         """Report the parts that are not reported yet: the object is uploaded."""
         for part in list(self._under_way.values()):
-            part.held.clear()
+            part.held.clear()  # the transport may hold buffers for longer than it needs them
             self._end_if_dropped(part)
         self._count_dropped_as_answered()
         self._report(MAX_PARTS)
@@ -210,7 +210,7 @@ class _TrackedBuffers:
         self._report(self.size_bytes // self._part_size_bytes - self._most_unanswered)
         self._silence.wait()
         self._progress.check_stopped()
-        self._silence.heard()
+        self._silence.heard()  # the transport goes on
         buffer = self._next_within_a_part()
         if self.size_bytes + buffer.nbytes > self._part_size_bytes * MAX_PARTS:
             # No plan allows for pickled values: their size is only known once they are written.

@@ -171,12 +171,12 @@ def test_a_payload_is_undone_or_is_raw():
     torch.save(torch.arange(100.0), body)
     size = len(body.getvalue())
     raw = ItemLocation(0, 0, size, (1,), "uint8", None)
-    assert raw.undone(body, "t") is body
+    assert raw.undo_transforms(body, "t") is body
     bounded = ItemLocation(0, 0, size, None, None, None, (), size)
-    assert bounded.undone(body, "t").getvalue() == body.getvalue()
+    assert bounded.undo_transforms(body, "t").getvalue() == body.getvalue()
     packed = ItemLocation(0, 0, size, None, None, None, ("stream.zstd/1",), size)
     with pytest.raises(CheckpointCorruptError) as caught:
-        packed.undone(io.BytesIO(b"no zstd"), "t")
+        packed.undo_transforms(io.BytesIO(b"no zstd"), "t")
     assert caught.value.key == "t"
 
 

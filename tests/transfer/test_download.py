@@ -654,7 +654,7 @@ def test_no_worker_reaches_the_callers_memory_while_the_gate_closes():
     entered_meanwhile: list[bool] = []
 
     def enter() -> None:
-        with gate.passed():
+        with gate.writing():
             entered.set()
 
     def cancel(*, at_once: bool) -> bool:
@@ -663,7 +663,7 @@ def test_no_worker_reaches_the_callers_memory_while_the_gate_closes():
         return False
 
     worker = threading.Thread(target=enter)
-    with gate.passed(Mock(cancel=cancel)):
+    with gate.writing(Mock(cancel=cancel)):
         gate.close()
     worker.join(30)
     assert (entered_meanwhile, entered.is_set()) == ([False], True)

@@ -79,12 +79,12 @@ def needs_of(
         start, end = span.tag.position, span.tag.position + span.end - span.start
         offset = span.start - start
         for read in span.tag.reads:
-            low, high, packed_bytes, packed_read = start, end, 0, -1
+            low, high, packed_bytes, packed_read = start, end, 0, -1  # all of it, unchanged
             selection = read.selection
             if selection is not None:
                 low, high = selection.within(start, end)
                 needed_bytes = selection.count_bytes(start, end)
-                if needed_bytes <= _PACK_BELOW * (high - low):
+                if needed_bytes <= _PACK_BELOW * (high - low):  # else: this stretch, unchanged
                     packed_bytes, packed_read = needed_bytes, number_of[id(read)]
                     selections[packed_read] = selection
             block = span.object_number, span.start, span.end
@@ -249,7 +249,7 @@ class Exchange:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Do a step with all ranks; if it fails it was the last one."""
+        """Do a step with all ranks in this block. If it fails, there is no other step after it."""
         try:
             with typed_failures(self._url, self._group):
                 yield

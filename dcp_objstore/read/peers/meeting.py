@@ -194,7 +194,7 @@ def open_once(
             outcome = open_it()
         except BaseException as error:
             outcome = typed(error, current_rank(), url)
-            if not isinstance(error, Exception):  # on this rank Ctrl-C is raised as it is
+            if not isinstance(error, Exception):  # Ctrl-C: the other ranks raise `outcome`
                 wait_for(from_first, outcome, url, group)
                 raise
     outcome = wait_for(from_first, outcome, url, group)
