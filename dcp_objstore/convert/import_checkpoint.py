@@ -318,23 +318,32 @@ def _is_mappable(path: Path, trust_pickle: bool) -> bool:
     return not is_packed
 
 
+# What torch raises for a damaged file. Its unpickler for `weights_only=True`, where no other code
+# runs, raises errors of any type.
+_DAMAGED = (UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, ArchiveError, OSError)
+
+
 def _loaded(path: Path, trust_pickle: bool) -> dict[str, Any]:
     """Map a `torch.save` file into memory; read it there if its records are packed."""
+    of_damage = _DAMAGED if trust_pickle else (Exception,)
     try:
         is_mapped = _is_mappable(path, trust_pickle)
         state = unpickled(path, mmap=is_mapped, weights_only=not trust_pickle)
     except FileNotFoundError:
         raise ObjectNotFoundError(f"there is no file {path}", object_key=path.name) from None
-    except (UnpicklingError, HostilePickleError) as error:
-        text = str(error).partition("\n")[0]
-        raise UntrustedPickleError(
-            f"{path.name} is not loaded with weights_only=True: {text}. If you trust who made it,"
-            " allow it with trust_pickle=True"
-        ) from None
-    except (RuntimeError, EOFError, ValueError, ArchiveError, OSError) as error:
+    except MemoryError:
+        raise
+    except of_damage as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # so mmap refuses its end
             raise InputError(f"{path} cannot be read: {error.strerror}") from error
-        text = str(error).partition("\n")[0]
+        # Those of a list or a memo say only a number, that of an empty pickle nothing.
+        says_little = isinstance(error, LookupError | EOFError)
+        text = repr(error) if says_little else str(error).partition("\n")[0]
+        if isinstance(error, UnpicklingError | HostilePickleError) and not trust_pickle:
+            raise UntrustedPickleError(
+                f"{path.name} is not loaded with weights_only=True: {text}. If you trust who made"
+                " it, allow it with trust_pickle=True"
+            ) from None
         raise CheckpointCorruptError(
             f"{path.name} is not a whole torch.save file: {text}"
         ) from None

@@ -61,7 +61,8 @@ def by_cause(
     """Return the error to raise for a foreign one that came up with a value of the state.
 
     A full memory, a lack of files and what torch reports (RuntimeError) keep their text. For
-    anything else the user has to change something.
+    anything else the user has to change something: also where a value is nested too deep, or torch
+    has not implemented something for it, which are RuntimeErrors, too.
 
     Args:
         doing: what could not be done.
@@ -69,7 +70,8 @@ def by_cause(
         advice: what the user may do.
     """
     text = f"{doing} ({type(error).__name__}: {error})"
-    if isinstance(error, MemoryError | OSError | RuntimeError):
+    is_of_value = isinstance(error, RecursionError | NotImplementedError)
+    if isinstance(error, MemoryError | OSError | RuntimeError) and not is_of_value:
         return RankFailedError(text, key=key)
     return UnsupportedError(f"{text}: {advice}", key=key)
 

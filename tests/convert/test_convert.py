@@ -39,7 +39,7 @@ from dcp_objstore.inspect import slabs
 from dcp_objstore.inspect.fill import new_tensors
 from dcp_objstore.observe.events import Failed
 from dcp_objstore.stores import open_store
-from tests.support import hostile, hostile_cases  # noqa: F401 - registers the cases
+from tests.support import hostile, hostile_cases
 from tests.support.checkpoints import memory_url
 from tests.support.command_line import run_here
 from tests.support.listening import Heard, of
@@ -504,6 +504,20 @@ def test_a_failed_export_leaves_no_new_folder_and_those_that_were_there(url, tmp
             dos.export_checkpoint(url, tmp_path / name, progress=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "there"]
     assert list((tmp_path / "there").iterdir()) == []
+
+
+@pytest.mark.parametrize("trust_pickle", [False, True])
+@pytest.mark.parametrize("name", hostile_cases.BROKEN)
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_damaged_torch_file_is_called_so_trusted_or_not(name, trust_pickle, tmp_path):
+    source, place = tmp_path / "state.pt", tmp_path / "step-0"
+    body = hostile_cases.BROKEN[name]
+    source.write_bytes(body() if callable(body) else body)
+    is_unclear = name == "STOP alone" and not trust_pickle  # torch says no more than "refused"
+    error = UntrustedPickleError if is_unclear else CheckpointCorruptError
+    with pytest.raises(error, match=r"state\.pt is not \S+ \S+"):
+        dos.import_checkpoint(source, place.as_uri(), progress=False, trust_pickle=trust_pickle)
+    assert not place.exists()
 
 
 def test_a_hostile_pickle_is_refused_and_a_failed_import_leaves_nothing(bucket, tmp_path):

@@ -726,7 +726,7 @@ def test_memory_is_pinned_until_it_is_freed_or_it_is_told_that_cuda_does_not(
         cudaHostRegister=lambda *args: asked.append(args) or status, cudaHostUnregister=freed.append
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(device, "_warned", threading.Event())
+    monkeypatch.setattr(device, "_has_warned", threading.Event())
     memory = torch.empty(3 << 20, dtype=torch.uint8)
     address = memory.data_ptr()
     pinned._pin(memory)
