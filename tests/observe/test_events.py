@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import dcp_objstore as dos
 from dcp_objstore.config import at_most
 from dcp_objstore.observe import events
-from dcp_objstore.observe.bar import Bar
+from dcp_objstore.observe.bar import Bar, StatusLine
 from dcp_objstore.observe.dispatch import Channel, EventSettings
 from dcp_objstore.observe.events import AnyEvent
 from dcp_objstore.observe.trace import _NAMES
@@ -543,6 +543,21 @@ def test_bars_are_drawn_from_the_events_on_a_terminal_alone(monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
     dos.save(state(), url, config=CONFIG, overwrite=True, progress=False)
     assert screen.getvalue() == ""
+
+
+def test_a_status_line_replaces_itself_on_a_terminal_alone(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "10")
+    for screen, shown, text in (
+        (Terminal(), True, "\r\033[Kone\r\033[Ktoo long \r\033[K"),
+        (Terminal(), False, ""),
+        (io.StringIO(), True, ""),
+    ):
+        monkeypatch.setattr(sys, "stderr", screen)
+        line = StatusLine(shown=shown)
+        line.show("one")
+        line.show("too long for it")
+        line.clear()
+        assert screen.getvalue() == text
 
 
 def test_a_bar_counts_what_parts_and_ranges_say(monkeypatch):
