@@ -28,7 +28,7 @@ from dcp_objstore.observe import events
 from dcp_objstore.observe.bar import Bar, StatusLine
 from dcp_objstore.observe.dispatch import Channel, EventSettings
 from dcp_objstore.observe.events import AnyEvent
-from dcp_objstore.observe.trace import _NAMES
+from dcp_objstore.observe.trace import _NAMES, trace_events, trace_path
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import upload_items as uploading
 from tests.support.campaign import cases
@@ -339,7 +339,10 @@ def test_a_listener_that_fails_at_the_end_harms_no_other(caplog):
     assert "the progress bar failed; the load goes on" in caplog.text
 
 
-@pytest.mark.parametrize("wrong", [{"on_event": 3}, {"trace": "s3://b/t.json"}, {"trace": "{x}"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"on_event": 3}, *({"trace": text} for text in ("s3://b/t.json", "", 3, "{x}", "{}", "{"))],
+)
 def test_wrong_listeners_are_refused_before_anything_is_saved(wrong):
     url = memory_url()
     with pytest.raises(dos.errors.ConfigError, match=next(iter(wrong))):
@@ -477,17 +480,61 @@ def test_every_kind_of_event_has_a_row_in_a_trace():
     assert set(get_args(AnyEvent)) == _NAMES.keys()
 
 
-def test_a_trace_is_written_of_a_save_that_has_no_room_for_copies(tmp_path):
-    local = dos.Local(str(tmp_path), max_bytes=1)
-    dos.save(
-        state(), memory_url(), config=CONFIG, local=local, trace=tmp_path / "t.json", progress=False
-    )
-    written = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    assert {"save", "local not used"} <= {one["name"] for one in written}
+def test_a_trace_has_a_group_for_each_rank_and_a_row_for_each_worker():
+    base_ns = 7_889_238 * 10**9
+    shared: dict[str, Any] = {"url": "s3://b/x", "seconds": 0.5, "size_bytes": 6}
+    place: dict[str, Any] = {"object_key": "o", "worker": 7}
+    plan: dict[str, Any] = {"operation": "save", "items": 1, "objects": 3, "requests": 4}
+    told: list[AnyEvent] = [
+        events.Planned(rank=1, start_ns=base_ns + 2000, **shared, **plan),
+        events.RangeRead(rank=0, start_ns=base_ns + 3000, **shared, **place, offset=5),
+        events.PartUploaded(rank=0, start_ns=base_ns + 1000, **shared, **place, part=2),
+        events.Hashed(rank=0, start_ns=2 * base_ns, **shared, worker=3),
+    ]
+    entries, base = trace_events(told)
+    assert base == base_ns
+    planned, *others = (one for one in entries if one["ph"] == "X")
+    assert planned == {
+        "ph": "X",
+        "cat": "dcp_objstore",
+        "name": "plan save",
+        "pid": 10_000_001,
+        "tid": 0,
+        "ts": 2.0,
+        "dur": 0.5e6,
+        "args": {"url": "s3://b/x", "size_bytes": 6, **plan},
+    }
+    assert [(one["name"], one["pid"], one["tid"], one["ts"]) for one in others] == [
+        ("range", 10_000_000, 1007, 3.0),
+        ("part 2", 10_000_000, 107, 1.0),
+        ("hash", 10_000_000, 2003, base_ns / 1000),
+    ]
+    labels = [one for one in entries if one["ph"] == "M"]
+    assert [(one["pid"] - 10_000_000, one["tid"]) for one in labels] == [
+        *(2 * [(0, 0)] + 2 * [(1, 0)]),
+        *(2 * [(0, 107)] + 2 * [(0, 1007)] + 2 * [(0, 2003)] + 2 * [(1, 0)]),
+    ]
+    names = [one["args"]["name"] for one in labels if one["name"] == "thread_name"]
+    assert names == ["upload 7", "read 7", "hash 3", "checkpoint"]
+    order = [one["args"].get("sort_index") for one in labels]
+    assert order[1::2] == [10_000_000, 10_000_001, 107, 1007, 2003, 0]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "ranks", "path"),
+    [
+        ("save.json", 1, "save.json"),
+        ("save.json", 4, "save.rank3.json"),
+        ("{rank}/{name}.json", 4, "3/step-7.json"),
+        ("{name}", 1, "step-7"),
+    ],
+)
+def test_each_rank_has_a_trace_of_its_own(pattern, ranks, path):
+    assert trace_path(pattern, "s3://b/step-7/", 3, ranks) == Path(path)
 
 
 def test_a_trace_is_what_the_viewers_want(tmp_path):
-    dos.save(state(), memory_url(), config=CONFIG, trace=tmp_path / "new" / "save.json")
+    report = dos.save(state(), memory_url(), config=CONFIG, trace=tmp_path / "new" / "save.json")
     document = json.loads((tmp_path / "new" / "save.json").read_text())
     named = {
         (one["pid"], one["tid"]): one["args"]["name"]
@@ -500,6 +547,8 @@ def test_a_trace_is_what_the_viewers_want(tmp_path):
         assert span["dur"] >= 0
         assert (span["pid"], span["tid"]) in named
     assert {"checkpoint", "upload 0", "hash 0"} <= set(named.values())
+    (saved,) = [span["args"] for span in spans(document) if span["name"] == "save"]
+    assert {**saved, "seconds": report.seconds} == dataclasses.asdict(report)
     for row in named:  # spans of a row follow one another or lie within one another
         found = [span for span in spans(document) if (span["pid"], span["tid"]) == row]
         found.sort(key=lambda span: (span["ts"], -span["dur"]))
