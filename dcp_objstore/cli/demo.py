@@ -194,6 +194,7 @@ def die_in_the_next_upload(doomed: StoreSpec, others: int) -> None:
             time.sleep(0.1)  # after two minutes it is too late, as a proof will see
         os.kill(os.getpid(), signal.SIGKILL)
 
+    # A save calls it for each object. In this process, which it ends, no other save comes.
     upload_items.upload_object = die  # type: ignore[assignment,attr-defined]
 
 

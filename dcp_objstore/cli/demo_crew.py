@@ -122,6 +122,7 @@ class Crew:
         self._store = TCPStore(
             host,
             port,
+            # torchrun's agent may have made the store already.
             is_master=self.is_first and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             timeout=timedelta(seconds=_JOB_SECONDS + 2 * _GROUP_SECONDS),
             wait_for_workers=False,

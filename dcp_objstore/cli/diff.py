@@ -63,6 +63,7 @@ def print_diff(
 
 
 def _print(report: dos.reports.DiffReport) -> None:
+    """Print each difference on a line, or on two if the terminal is too narrow."""
     url, other_url, *_, total = str(report).splitlines()
     say(url, other_url)
     for word, key, text in _lines(report):

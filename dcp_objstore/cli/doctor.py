@@ -54,7 +54,7 @@ def diagnose(
     if not as_json:
         say(shown, "")
         sys.stdout.flush()
-    with closing(check_up(url, chosen())) as stream:
+    with closing(check_up(url, chosen())) as stream:  # Ctrl-C closes it: it removes what it wrote
         for finding in stream:
             if not as_json:
                 _print(finding, findings)
@@ -103,6 +103,7 @@ def _checks(findings: list[Finding], status: Status) -> list[str]:
 
 def _summary(findings: list[Finding]) -> list[str]:
     """Return the last lines of the report: which checks failed, and what that means."""
+    # In the order in which they are printed.
     labels: dict[Status, str] = {"failed": "FAILED", "warning": "warnings", "not made": "not made"}
     parts = [
         f"{label}: {', '.join(names)}"

@@ -81,7 +81,7 @@ def follow(
     )
     words = None if command is None else _words(command)
     first_failure = 0  # the exit status of a command
-    with closing(following) as steps:
+    with closing(following) as steps:  # however it ends, no pin stays
         for step in steps:
             if as_json:
                 _print_json(step)

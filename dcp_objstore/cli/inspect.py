@@ -87,6 +87,7 @@ def _print_json(checkpoint: dos.Checkpoint, root: _Module) -> None:
 
 
 def _print_tree(checkpoint: dos.Checkpoint, root: _Module) -> None:
+    """Print what the checkpoint is, its modules as a tree, and a sum for each dtype."""
     say(checkpoint.url)
     objects = counted(len(checkpoint.objects), "object")
     if checkpoint.created_at is None:

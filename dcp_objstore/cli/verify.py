@@ -74,6 +74,7 @@ def verify(
 
 
 def _print(report: dos.reports.VerifyReport) -> None:
+    """Print a report at once, its first word green if nothing is damaged and red otherwise."""
     word, _, text = str(report).partition(":")
     url, *others = text.splitlines()
     width = max(columns(), 60)
