@@ -20,6 +20,7 @@ import dcp_objstore as dos
 from dcp_objstore.errors import ConfigError, CredentialsError
 from dcp_objstore.stores import StoreSpec, open_store
 from dcp_objstore.stores.credentials import (
+    ANONYMOUS,
     Credentials,
     Renewing,
     asked_by_clients,
@@ -31,6 +32,7 @@ from dcp_objstore.stores.gcs.credentials import find_gcs_credentials
 from dcp_objstore.stores.gcs.options import GcsOptions
 from dcp_objstore.stores.obstore.clients import Clients
 from dcp_objstore.stores.obstore.direct import SignedGet
+from dcp_objstore.stores.obstore.errors import RefusedError
 from dcp_objstore.stores.obstore.factory import ClientFactory
 from dcp_objstore.stores.options import parse
 from dcp_objstore.stores.s3.credentials import find_s3_credentials
@@ -542,6 +544,52 @@ def test_of_requests_that_are_refused_together_one_renews_what_all_of_them_use()
     assert renewed == [1]
     assert uses[1] is not first
     assert clients.lane is not lane
+
+
+def test_only_refused_credentials_in_whose_place_others_may_do_are_renewed():
+    def clients_with(credentials: Credentials | None) -> Clients:
+        factory = ClientFactory(lambda *_: object())
+        return Clients(
+            parse_url("s3://bucket"), factory, dos.TransferConfig(), credentials=credentials
+        )
+
+    renewed: list[int] = []
+    given = Credentials("a place", advice="log in")
+    renewing = Credentials("a place", renew=lambda: renewed.append(1), advice="log in")
+    for credentials, codes in (
+        (None, ""),
+        (ANONYMOUS, ""),
+        (given, "ExpiredToken AuthenticationFailed"),
+        (renewing, "ExpiredToken AuthenticationFailed InvalidAccessKeyId"),
+    ):
+        for code in ("ExpiredToken", "AuthenticationFailed", "InvalidAccessKeyId", "AccessDenied"):
+            refused = clients_with(credentials).were_refused(RefusedError("no", 403, code))
+            assert refused is (code in codes.split()), (credentials, code)
+    for code, says in (
+        ("ExpiredToken", "the store no longer accepts the credentials"),
+        ("AuthenticationFailed", "the store does not, or no longer, accept the credentials"),
+    ):
+        error = RefusedError("the reason", 403, code)
+
+        def request(error=error) -> None:
+            raise error
+
+        for credentials, why in ((given, "cannot be refreshed"), (renewing, "refused as well")):
+            with pytest.raises(CredentialsError, match=f"{says} .source: a place.*{why}") as told:
+                clients_with(credentials).with_fresh_credentials(request)
+            assert told.value.advice == "pass new ones, log in"
+            assert "the reason" in str(told.value)
+            assert told.value.__cause__ is error
+    assert renewed == [1, 1]
+    denied = RefusedError("no", 403, "AccessDenied")
+    answers = iter([RefusedError("no", 400, "ExpiredToken"), denied])
+
+    def then_denied() -> None:
+        raise next(answers)
+
+    with pytest.raises(RefusedError) as caught:
+        clients_with(renewing).with_fresh_credentials(then_denied)
+    assert caught.value is denied
 
 
 @pytest.mark.parametrize(
