@@ -179,7 +179,7 @@ def coordinate_save(state: ScaledState, url: str) -> Found:
         for prefix in ("", "again_"):
             planner = AgreeingSavePlanner(url, {}, state.ranks)
             planner.set_up_planner({}, is_coordinator=True)
-            planner._known = known
+            planner._known_layout = known
             writer = dos.ObjectStoreWriter(url, progress=False, overwrite=known is not None)
             writer.storage_meta()
             writer.set_up_storage_writer(True, rank=0, use_collectives=True)

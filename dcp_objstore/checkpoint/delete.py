@@ -20,11 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, pause_or_raise
-from dcp_objstore.checkpoint.commit import (
-    finish_deleting,
-    refuse_later,
-    rewrite_marker,
-)
+from dcp_objstore.checkpoint.commit import finish_deleting, refuse_later, rewrite_marker
 from dcp_objstore.checkpoint.marker import Marker
 from dcp_objstore.checkpoint.names import is_ours
 from dcp_objstore.checkpoint.read import Stored, named_keys, not_committed, read_marker

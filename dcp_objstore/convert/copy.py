@@ -196,7 +196,7 @@ def copy_checkpoint(
                 user_metadata=marker.user_metadata,
                 claim=claim,
                 clock=clock,
-                keep=reports.append,
+                on_committed=reports.append,
             )
     except BaseException as error:
         save.abandon(error)

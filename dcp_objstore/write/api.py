@@ -145,7 +145,7 @@ def save_planned(
             # collectives.
             converted, failed = capture(lambda: ConvertedState(state, loading=False))
             if writer is not None and converted is not None:
-                converted, failed = capture(partial(writer._describe, converted))
+                converted, failed = capture(partial(writer._note_left_out, converted))
             raise_on_all(refused or failed, url_of(writer), group, advice, same={"base": base})
         assert writer is not None
         assert converted is not None

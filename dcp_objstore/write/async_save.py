@@ -221,6 +221,7 @@ class AsyncSaveHandle:
 
     @property
     def _has_unseen_error(self) -> bool:
+        """Whether the save has failed and nothing has asked for the error."""
         seen = self._raised or cast(_WatchedFuture[SaveReport], self.upload_completion).seen
         return self._error is not None and not seen
 
@@ -239,7 +240,7 @@ class AsyncSaveHandle:
         self._outlived = has_ended()
 
         def complete(future: Future[Any]) -> None:
-            if future.done():
+            if future.done():  # `staging_completion` of a state that was copied
                 return
             if error is not None:
                 future.set_exception(error)
@@ -404,7 +405,11 @@ def begin_save(
 
 
 class _StagedSave:
-    """Everything that one save needs until it has ended."""
+    """One save, from its staging to its end.
+
+    `begin_staging` runs in the caller's thread, `run` in a thread of the save, and
+    `finish_staging` in either.
+    """
 
     def __init__(
         self, writer: ObjectStoreWriter, group: dist.ProcessGroup | None, planner: MakePlanner
@@ -426,19 +431,19 @@ class _StagedSave:
             # What this imports for the first time would be locked for ever in a child that is
             # forked while the saving thread imports it.
             self._writer._target.spec.open()
-            converted = self._writer._describe(ConvertedState(state, loading=False))
+            converted = self._writer._note_left_out(ConvertedState(state, loading=False))
             return Staging(converted.state_dict, staging_memory())
 
         self._staging, error = capture(begin)
-        self._fail(error)
+        self._keep_error(error)
 
     def finish_staging(self) -> None:
-        """Finish the copy. A second call does nothing."""
+        """Finish the copy, and complete `staging_completion`. A second call does nothing."""
         if self._staging is not None and not self.handle.staging_completion.done():
             _, error = capture(self._staging.finish)
-            self._fail(error)
+            self._keep_error(error)
             size_bytes = self._staging.state.size_bytes
-            self._writer._staged = staged_event(
+            self._writer._staged_event = staged_event(
                 self.handle.url, current_rank() or 0, size_bytes, self._began_at
             )
         if not self.handle.staging_completion.done():
@@ -447,11 +452,11 @@ class _StagedSave:
             else:
                 self.handle.staging_completion.set_exception(self._error)
 
-    def _fail(self, error: BaseException | None) -> None:
+    def _keep_error(self, error: BaseException | None) -> None:
         """Keep an error that `_save` raises on all ranks, unless there is one already."""
         if error is None or self._error is not None:
             return
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception):  # such as Ctrl-C, which `async_save` raises as it is
             self._interrupt = error
         self._error = typed(error, current_rank(), self.handle.url)
 
@@ -463,11 +468,11 @@ class _StagedSave:
     def run(self, error: BaseException | None = None) -> None:
         """Run the save, unless another thread does; all ranks raise the error, if there is one."""
         if not self._once.acquire(blocking=False):
-            return  # Ctrl-C came as the thread was started
+            return  # Ctrl-C came as the thread was started, and both call this
         report, failed = None, None
         self.handle._thread = threading.current_thread()
         try:
-            self._fail(error)
+            self._keep_error(error)
             report = self._save()
         except BaseException as raised:  # noqa: BLE001 - raised by `result` and the next async_save
             failed = raised
@@ -509,12 +514,13 @@ def _begin_after_earlier(
         try:
             raise_on_all(failed or objection, handle.url, group, _EVERY_RANK)
         except SaveInProgressError:
-            raise
+            raise  # the earlier save has not failed
         except DcpObjstoreError:
             if earlier is not None:
                 earlier._raised = True
             raise
         with saves.lock:
+            # Otherwise another thread has begun a save in the meantime.
             if background.latest is earlier:
                 background.latest = handle
                 saves.add(handle)
@@ -537,6 +543,7 @@ def _objection(earlier: AsyncSaveHandle | None, url: str) -> DcpObjstoreError | 
 
 
 def _wait_for_all() -> None:
+    """Wait, as the program ends, for all saves that run."""
     for handle in _saves.here.unsettled:
         wait_until(handle._ended)
 

@@ -146,7 +146,13 @@ def _read_base(base: str, spec: StoreSpec) -> Base:
 
 
 class _BaseItem(NamedTuple):
-    """An item that the base has, in the same shape and dtype: what it is there."""
+    """An item of this save that the base has, too, in the same place, shape and dtype.
+
+    Attributes:
+        row: its row in the base's index.
+        stored: that row.
+        dtype: the name of its dtype.
+    """
 
     item: WriteItem
     row: int
@@ -163,6 +169,8 @@ class _Run(NamedTuple):
     """Items that have not changed, and follow one another in an object of the base.
 
     Attributes:
+        source: the object of the base.
+        framing: the bytes of the run that are not payload.
         start: the offset of the padding before the first item.
     """
 
@@ -256,6 +264,7 @@ class Unchanged:
             report_not_copied(save, self.base.url, refused[0].reason, size_bytes)
 
     def _sources(self, runs: Iterable[_Run]) -> list[CopySource]:
+        """Return where the store finds the bytes of an object that consists of these runs."""
         return [
             CopySource(
                 f"{self.base.url}/{run.source.key}", run.start, run.end, Version(run.source.e_tag)
@@ -326,7 +335,7 @@ def find_unchanged(
     assert base.index is not None
     outbound = Outbound(part_plan, config, lambda: None)
     same: list[_BaseItem] = []
-    waiting: deque[tuple[_BaseItem, Future[bool]]] = deque()
+    waiting: deque[tuple[_BaseItem, Future[bool]]] = deque()  # comparisons that a thread makes
 
     def compare(candidate: _BaseItem) -> bool | Future[bool]:
         """Compare an item: large host memory in a thread, the rest here and now."""
@@ -342,7 +351,7 @@ def find_unchanged(
             return known == digests
         if payload.is_cpu and size_bytes <= SMALL_BYTES:
             return small_digest(tensor_frame.small_payload(payload, size_bytes)) == digests
-        copied = outbound.slices(payload)
+        copied = outbound.slices(payload)  # None for host memory
         slices = copied or tensor_frame.payload_slices(payload, BLOCK_SIZE_BYTES)
         if copied is not None or not payload.is_cpu:
             return _have_digests(digests, slices, digests_of)
@@ -369,12 +378,13 @@ def find_unchanged(
     most_bytes = config.max_object_size_bytes
     runs, refused = _runs(base.index, same, sys.maxsize if whole_only else most_bytes)
     long = [run for run in runs if run.size_bytes >= LEAST_PART_BYTES]
+    objects: Iterable[Sequence[_Run]] = _shares(long, most_bytes)
+    if whole_only:
+        objects = [[run] for run in long if run.is_whole]
     return Unchanged(
         base,
         items={unchanged.item.index for unchanged in same},
-        objects=[[run] for run in long if run.is_whole]
-        if whole_only
-        else list(_shares(long, most_bytes)),
+        objects=list(objects),
         refused=refused,
         whole_only=whole_only,
     )
@@ -382,6 +392,7 @@ def find_unchanged(
 
 def _shares(runs: Sequence[_Run], most_bytes: int) -> Iterator[Sequence[_Run]]:
     """Distribute runs over up to `_MOST_OBJECTS` objects, or more if these were too large."""
+    # `array_split` makes at least one section, which is empty without runs.
     for numbers in np.array_split(np.arange(len(runs)), min(_MOST_OBJECTS, len(runs)) or 1):
         share: list[_Run] = []
         size_bytes = 0
@@ -439,9 +450,9 @@ def _runs(
     runs: list[_Run] = []
     refused: list[_NotCopied] = []
     unchanged_at = {unchanged.row: unchanged for unchanged in same}
-    numbers = index.columns.object_number
+    object_numbers = index.columns.object_number
     for number in {item.stored.object_number for item in unchanged_at.values()}:
-        rows = np.flatnonzero(numbers == number)
+        rows = np.flatnonzero(object_numbers == number)
         # An empty value comes before what has the same offset.
         rows = rows[np.lexsort((index.columns.payload_length[rows], index.columns.offset[rows]))]
         entry = index.objects[number]
@@ -453,19 +464,21 @@ def _runs(
             refused.append(_NotCopied(why, size_bytes))
             continue
         run: list[_BaseItem] = []
-        between: list[bytes] = []
+        run_framing: list[bytes] = []
         start = 0
         for row, (padding, frame) in zip(rows.tolist(), framing, strict=True):
             unchanged = unchanged_at.get(row)
+            # The run ends before an item that has changed, and before it would be too long.
             if run and (unchanged is None or unchanged.end - start > most_bytes):
-                runs.append(_Run(entry, run, b"".join(between), start))
-                run, between = [], []
+                runs.append(_Run(entry, run, b"".join(run_framing), start))
+                run, run_framing = [], []
             if unchanged is not None:
-                start = start if run else unchanged.stored.offset - len(padding)
-                between += [padding, frame]
+                if not run:
+                    start = unchanged.stored.offset - len(padding)
+                run_framing += [padding, frame]
                 run.append(unchanged)
         if run:
-            runs.append(_Run(entry, run, b"".join(between), start))
+            runs.append(_Run(entry, run, b"".join(run_framing), start))
     return runs, refused
 
 
@@ -484,9 +497,13 @@ class _Framing(NamedTuple):
 
 
 def _framing(index: ix.Index, entry: ix.ObjectEntry, rows: Sequence[int]) -> list[_Framing] | None:
-    """Return what this process would write around the items of an object.
+    """Return what this process would write around the items of an object of the base.
 
-    If it has not the digest of the object's framing, return None.
+    Return None if that does not have the digest of the object's framing, so that another torch has
+    written something else there.
+
+    Args:
+        rows: the rows of the object's items, by their offsets.
     """
     kinds: dict[int, _Kind] = {}
     for group in index.groups():
@@ -500,7 +517,7 @@ def _framing(index: ix.Index, entry: ix.ObjectEntry, rows: Sequence[int]) -> lis
     digest, end = xxhash.xxh3_128(), 0
     for row in rows:
         item = index.item(row)
-        frame = b""
+        frame = b""  # what is pickled has no framing but padding
         if row in kinds and not item.pickled:
             try:
                 around = tensor_frame.frame(*kinds[row], options)

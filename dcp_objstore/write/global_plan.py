@@ -63,14 +63,14 @@ class LocalPlan(msgspec.Struct, frozen=True):
         Args:
             paths: the place of each key in the nested state, as DCP gives it.
         """
-        numbers: list[int | None] = []
+        kind_numbers: list[int | None] = []
         kinds: dict[ix.Tensor, int] = {}
         offsets: list[int] = []
         sizes: list[int] = []
         for item in items:
             data = item.tensor_data
             if data is None:
-                numbers.append(None)
+                kind_numbers.append(None)
                 continue
             chunk = data.chunk
             if not len(data.size) == len(chunk.offsets) == len(chunk.sizes):
@@ -83,16 +83,16 @@ class LocalPlan(msgspec.Struct, frozen=True):
             offsets += chunk.offsets
             sizes += chunk.sizes
             kind = tensor_entry("", data, 0, item.type is WriteItemType.SHARD)
-            numbers.append(kinds.setdefault(kind, len(kinds)))
+            kind_numbers.append(kinds.setdefault(kind, len(kinds)))
         literal_keys = {
-            key: tuple(at for at, step in enumerate(path) if type(step) is ix.LiteralKey)
+            key: tuple(depth for depth, step in enumerate(path) if type(step) is ix.LiteralKey)
             for key, path in paths.items()
             if ix.LiteralKey in map(type, path)
         }
         described = _Items(
             keys=[item.index.fqn for item in items],
             types=bytes(item.type.value for item in items),
-            kind_numbers=numbers,
+            kind_numbers=kind_numbers,
             kinds=list(kinds),
             paths={**paths, **{key: tuple(map(ix.plain, paths[key])) for key in literal_keys}},
             literal_keys=literal_keys,
@@ -129,37 +129,38 @@ def plan_globally(plans: Sequence[LocalPlan]) -> GlobalPlan:
             or have parts of it that overlap.
     """
     state = _State()
-    items = state.add(plans)
-    rows = _deduplicated(state, items)
+    table = state.add(plans)
+    rows = _deduplicated(state, table)
     _check_boxes(state, rows)
-    counts = np.bincount(rows.tensor)
-    is_tensor = items.ndim >= 0
-    number_of_row = np.full(len(items.tensor), -1)
-    # Pickled values come after the tensors.
-    order = rows.at[np.argsort(~is_tensor[rows.at], kind="stable")]
-    number_of_row[order] = np.arange(len(order))
-    firsts = np.cumsum([0, *items.counts])
-    of_ranks = [number_of_row[first:end] for first, end in itertools.pairwise(firsts.tolist())]
-    used = items.used[order]
+    chunk_counts = np.bincount(rows.tensor)
+    is_tensor = table.ndim >= 0
+    # For each item its row in the index; -1 if its rank does not write it.
+    row_of_item = np.full(len(table.tensor), -1)
+    # The items in the order of the index's rows: pickled values come after the tensors.
+    order = rows.item[np.argsort(~is_tensor[rows.item], kind="stable")]
+    row_of_item[order] = np.arange(len(order))
+    bounds = np.cumsum([0, *table.counts]).tolist()
+    of_ranks = [row_of_item[first:end] for first, end in itertools.pairwise(bounds)]
+    used = table.used[order]
     planned = PlannedIndex(
         tensors={
             key: msgspec.structs.replace(kind, key=key, chunk_count=int(count))
-            for key, kind, count in zip(state.keys, state.kinds, counts, strict=True)
+            for key, kind, count in zip(state.keys, state.kinds, chunk_counts, strict=True)
             if kind is not None
         },
         blobs=tuple(key for key, kind in zip(state.keys, state.kinds, strict=True) if kind is None),
-        chunk_offsets=items.offsets[order][used].astype(np.uint64),
-        chunk_sizes=items.sizes[order][used].astype(np.uint64),
-        rows=[numbers[numbers >= 0] for numbers in of_ranks],
+        chunk_offsets=table.offsets[order][used].astype(np.uint64),
+        chunk_sizes=table.sizes[order][used].astype(np.uint64),
+        rows=[of_rank[of_rank >= 0] for of_rank in of_ranks],
         flatten_mapping=state.paths,
         literal_keys=state.literal_keys,
     )
-    return GlobalPlan(planned, [np.flatnonzero(numbers >= 0) for numbers in of_ranks])
+    return GlobalPlan(planned, [np.flatnonzero(of_rank >= 0) for of_rank in of_ranks])
 
 
 @dataclass(slots=True)
 class _Table:
-    """The items of all ranks, rank after rank: one row each.
+    """The items of all ranks, rank after rank: one entry of each column for each item.
 
     Attributes:
         counts: the number of items of each rank.
@@ -212,6 +213,7 @@ class _State:
 
     def add(self, plans: Sequence[LocalPlan]) -> _Table:
         """Decode the plans of the ranks, in their order."""
+        # By the encoded description, which most ranks have alike.
         decoded: dict[bytes, _Decoded] = {}
         for rank, plan in enumerate(plans):
             if plan.items not in decoded:
@@ -239,7 +241,7 @@ class _State:
         return table
 
     def _decode(self, body: bytes, rank: int) -> _Decoded:
-        """Decode what a rank's items are; number their keys."""
+        """Decode what a rank's items are; give each key a number that is the same for all ranks."""
         items = msgspec.msgpack.decode(body, type=_Items)
         for key, path in items.paths.items():
             self.paths.setdefault(key, path)
@@ -276,31 +278,41 @@ class _State:
 
 
 def _described(kind: ix.Tensor | None) -> str:
+    """Return what must be the same on all ranks that have a key, in words."""
     if kind is None:
         return "a value that is no tensor"
     return f"a {kind.dtype} tensor of shape {kind.shape}"
 
 
 class _Rows(NamedTuple):
-    """The items that are written, sorted by tensor and offset: each one's number and tensor."""
+    """The items that are written, sorted by tensor and offset.
 
-    at: ix.Numbers
+    Attributes:
+        item: the position of each in the table.
+        tensor: the number of its key.
+    """
+
+    item: ix.Numbers
     tensor: ix.Numbers
     table: _Table
 
 
 def _deduplicated(state: _State, table: _Table) -> _Rows:
-    """Choose the rank that writes each chunk."""
+    """Choose the rank that writes each chunk.
+
+    Items are the same chunk if they have the same tensor and offset. Their sizes must be the same,
+    too, unless one of them is empty.
+    """
     # At one place, items with elements come first, then the lowest rank.
     is_empty = table.elements == 0
     order = np.lexsort((table.rank, is_empty, *table.offsets.T[::-1], table.tensor))
-    tensor, offsets, sizes = (of[order] for of in (table.tensor, table.offsets, table.sizes))
-    as_before = np.zeros(len(order), bool)
-    as_before[1:] = (tensor[1:] == tensor[:-1]) & (offsets[1:] == offsets[:-1]).all(axis=1)
-    differ = as_before & ~is_empty[order]
-    differ[1:] &= (sizes[1:] != sizes[:-1]).any(axis=1)
-    if differ.any():
-        at = int(np.argmax(differ))
+    tensor, offsets, sizes = table.tensor[order], table.offsets[order], table.sizes[order]
+    is_repeated = np.zeros(len(order), bool)  # whether it is the same chunk as the item before
+    is_repeated[1:] = (tensor[1:] == tensor[:-1]) & (offsets[1:] == offsets[:-1]).all(axis=1)
+    differs = is_repeated & ~is_empty[order]
+    differs[1:] &= (sizes[1:] != sizes[:-1]).any(axis=1)
+    if differs.any():
+        at = int(np.argmax(differs))
         one, other = order[at - 1], order[at]
         raise StateMismatchError(
             f"rank {table.rank[one]} has {_box(table, one)} of this tensor, and rank"
@@ -308,14 +320,15 @@ def _deduplicated(state: _State, table: _Table) -> _Rows:
             advice="each rank must know the same sharding",
             key=state.keys[tensor[at]],
         )
-    firsts = np.flatnonzero(~as_before)
+    firsts = np.flatnonzero(~is_repeated)
+    # For each chunk the item that is written; until they are shared out, that of the first rank.
     chosen = order[firsts]
     counts = np.diff(firsts, append=len(order))
-    # Large items that several ranks have.
+    # Large items that several ranks have go to the one with the fewest bytes until then.
     is_shared = (counts > 1) & (table.is_shard[chosen] | (table.size_bytes[chosen] > _TINY_BYTES))
-    own = chosen[~is_shared]
-    loads = np.zeros(len(table.counts), np.int64)
-    np.add.at(loads, table.rank[own], table.size_bytes[own])
+    unshared = chosen[~is_shared]
+    loads = np.zeros(len(table.counts), np.int64)  # the bytes of each rank
+    np.add.at(loads, table.rank[unshared], table.size_bytes[unshared])
     shared = np.flatnonzero(is_shared)
     for at in shared[np.argsort(-table.size_bytes[chosen[shared]])].tolist():
         candidates = order[firsts[at] : firsts[at] + counts[at]]
@@ -328,6 +341,7 @@ def _deduplicated(state: _State, table: _Table) -> _Rows:
 
 
 def _box(table: _Table, item: int) -> str:
+    """Return the sizes and offsets of an item, in words."""
     used = table.used[item]
     offsets, sizes = table.offsets[item][used].tolist(), table.sizes[item][used].tolist()
     return f"{sizes} at {offsets}"
@@ -340,17 +354,17 @@ def _check_boxes(state: _State, rows: _Rows) -> None:
     for number, kind in enumerate(state.kinds):
         if kind is not None:
             shapes[number, : len(kind.shape)] = kind.shape
-    offsets, sizes = table.offsets[rows.at], table.sizes[rows.at]
+    offsets, sizes = table.offsets[rows.item], table.sizes[rows.item]
     outside = (offsets < 0) | (sizes < 0) | (offsets + sizes > shapes[rows.tensor])
     if outside.any():
         at = int(np.argmax(outside.any(axis=1)))
-        kind = state.kinds[rows.tensor[at]]
+        item, kind = rows.item[at], state.kinds[rows.tensor[at]]
         raise StateMismatchError(
-            f"rank {table.rank[rows.at[at]]} has {_box(table, rows.at[at])}, which is outside of"
+            f"rank {table.rank[item]} has {_box(table, item)}, which is outside of"
             f" {_described(kind)}",
             key=state.keys[rows.tensor[at]],
         )
-    elements = table.elements[rows.at]
+    elements = table.elements[rows.item]
     saved_elements = np.zeros(len(state.keys), np.int64)
     np.add.at(saved_elements, rows.tensor, elements)
     for number, (key, kind) in enumerate(zip(state.keys, state.kinds, strict=True)):
@@ -362,10 +376,10 @@ def _check_boxes(state: _State, rows: _Rows) -> None:
         for at in range(len(boxes)):
             # Boxes overlap if they do so in every dimension that the tensor has (`used`).
             overlaps = (low[at] < high[at + 1 :]) & (low[at + 1 :] < high[at])
-            used = table.used[rows.at[boxes[at]]]
+            used = table.used[rows.item[boxes[at]]]
             overlapping = np.flatnonzero(overlaps[:, used].all(axis=1))
             if len(overlapping):
-                one, other = rows.at[boxes[at]], rows.at[boxes[at + 1 + overlapping[0]]]
+                one, other = rows.item[boxes[at]], rows.item[boxes[at + 1 + overlapping[0]]]
                 raise StateMismatchError(
                     f"rank {table.rank[one]} has {_box(table, one)} of this tensor, and rank"
                     f" {table.rank[other]} {_box(table, other)}, which overlap",
@@ -379,11 +393,12 @@ def _may_overlap(tensor: ix.Numbers, offsets: _Boxes, sizes: _Boxes) -> set[int]
     Along each dimension of a grid, intervals that begin at different places are apart. No two boxes
     of a tensor begin at the same place, so boxes of a grid do not overlap.
     """
-    found: set[int] = set()
+    suspects: set[int] = set()
     for starts, lengths in zip(offsets.T, sizes.T, strict=True):
         order = np.lexsort((lengths, starts, tensor))
-        of, start, length = tensor[order], starts[order], lengths[order]
+        owner, start, length = tensor[order], starts[order], lengths[order]
         # The longest of those that begin at one place comes last: that is compared with the next.
-        later = (of[1:] == of[:-1]) & (start[1:] > start[:-1])
-        found |= {*of[1:][later & (start[1:] < start[:-1] + length[:-1])].tolist()}
-    return found
+        begins_later = (owner[1:] == owner[:-1]) & (start[1:] > start[:-1])
+        reaches_next = start[1:] < start[:-1] + length[:-1]
+        suspects |= {*owner[1:][begins_later & reaches_next].tolist()}
+    return suspects

@@ -151,6 +151,7 @@ def check_item(item: WriteItem) -> None:
 
 
 def _is_text(key: str) -> bool:
+    """Return whether UTF-8 has all characters of a key that is not ASCII."""
     try:
         return bool(key.encode())
     except UnicodeEncodeError:
@@ -159,6 +160,7 @@ def _is_text(key: str) -> bool:
 
 @functools.cache
 def _check_kind(layout: torch.layout, dtype: torch.dtype) -> None:
+    """Raise UnsupportedError for a layout or dtype that cannot be saved; once for each pair."""
     tensor_frame.check_layout(layout)
     tensor_frame.check_dtype(dtype)
 
@@ -203,12 +205,16 @@ class Layout:
     placed: list[Placed] = field(default_factory=list)
     changed: list[ChangedSlice] = field(default_factory=list)
     is_over: bool = False
+    # What this object has of `pending`. A second call of `buffers` puts it back.
     _taken: list[SizedItem] = field(default_factory=list)
+    # The number of bytes so far, and the digest of those that are framing.
     _position: int = 0
     _framing: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+    # Framing and small payloads that were not yielded yet.
     _gathered: bytearray = field(default_factory=bytearray)
     _options: tuple[object, ...] = field(default_factory=tensor_frame.save_options)
-    _pickled: set[type] = field(default_factory=lambda: set(tensor_frame.PLAIN_TYPES))
+    # Classes of tensors that `on_value` need not see: plain ones, and those that it has seen.
+    _seen_types: set[type] = field(default_factory=lambda: set(tensor_frame.PLAIN_TYPES))
 
     @property
     def framing_digest(self) -> bytes:
@@ -244,12 +250,13 @@ class Layout:
                         self.pending.appendleft(SizedItem(item, size_bytes))
                         break
                 sliced = self._begin(item, data)
-                del data  # here and below: before the planner makes the next one
+                # Here and below, so that it is freed before the planner makes the next one.
+                del data
                 if sliced is not None:
                     if self._gathered:
                         yield self._take_gathered()
-                    yield from map(partial(self._hashed, sliced), sliced.slices)
-                    self._frame(sliced.trailer)
+                    yield from map(partial(self._hash_and_watch, sliced), sliced.slices)
+                    self._add_framing(sliced.trailer)
                     self.placed.append(sliced.placed)
                 elif len(self._gathered) >= enough_bytes:
                     yield self._take_gathered()
@@ -263,7 +270,7 @@ class Layout:
             yield self._take_gathered()
 
     def _fits(self, size_bytes: int) -> bool:
-        """Whether an item of this size goes into this object."""
+        """Return whether an item of this size goes into this object. The first one always does."""
         end = self._position + size_bytes
         return not self._position or end <= self.plan.max_object_size_bytes
 
@@ -278,7 +285,7 @@ class Layout:
             return data
         if not isinstance(data, torch.Tensor):
             raise UnsupportedError(f"the planner resolved a tensor item to {type(data).__name__}")
-        assert item.tensor_data is not None
+        assert item.tensor_data is not None  # only BYTE_IO items have none
         if data.shape != item.tensor_data.chunk.sizes:
             raise UnsupportedError(
                 f"the save planner gave a tensor of shape {tuple(data.shape)} for a part of shape"
@@ -287,7 +294,7 @@ class Layout:
         return data
 
     def _begin(self, item: WriteItem, data: torch.Tensor | io.BytesIO) -> _Sliced | None:
-        """Begin an item; return None if it was small and is gathered as a whole."""
+        """Begin an item; return None if it was small and was gathered as a whole."""
         if isinstance(data, io.BytesIO):
             self.on_value(item.index.fqn, data.getvalue())
             return self._begin_whole(item, np.frombuffer(data.getbuffer(), np.uint8), None)
@@ -295,8 +302,8 @@ class Layout:
         if payload is None:
             tensor_frame.check_dtype(data.dtype)
             blob = tensor_frame.pickled_blob(data)
-            if type(data) not in self._pickled:
-                self._pickled.add(type(data))
+            if type(data) not in self._seen_types:
+                self._seen_types.add(type(data))
                 self.on_value(item.index.fqn, blob.tobytes())
             return self._begin_whole(item, blob, data.dtype)
         size_bytes = payload.nbytes
@@ -311,8 +318,8 @@ class Layout:
             payload = payload.cpu()
         frame = tensor_frame.frame(payload.dtype, tuple(payload.shape), self._options)
         body = tensor_frame.small_payload(payload, size_bytes)
-        # `_frame` is inlined, because this runs once per tensor, and there may be tens of thousands
-        # of them.
+        # `_add_framing` is inlined, because this runs once per tensor, and there may be tens of
+        # thousands of them.
         padding = tensor_frame.padding_before(self._position, header_bytes=len(frame.header))
         lead = bytes(padding) + frame.header
         self._framing.update(lead)
@@ -345,7 +352,7 @@ class Layout:
         """Begin a large tensor: frame its memory, or slices that are copied from its device."""
         frame = tensor_frame.frame(payload.dtype, tuple(payload.shape), self._options)
         padding = tensor_frame.padding_before(self._position, header_bytes=len(frame.header))
-        self._frame(bytes(padding) + frame.header)
+        self._add_framing(bytes(padding) + frame.header)
         size_bytes = self.plan.slice_size_bytes
         return _Sliced(
             Placed(
@@ -364,7 +371,7 @@ class Layout:
 
     def _begin_whole(self, item: WriteItem, body: ByteArray, dtype: torch.dtype | None) -> _Sliced:
         """Begin an item that is all payload: a pickled value, or a tensor pickled as a whole."""
-        self._frame(bytes(tensor_frame.padding_before(self._position, 0)))
+        self._add_framing(bytes(tensor_frame.padding_before(self._position, 0)))
         size_bytes = self.plan.slice_size_bytes
         return _Sliced(
             Placed(
@@ -380,29 +387,31 @@ class Layout:
             [body[at : at + size_bytes] for at in range(0, body.nbytes, size_bytes)],
         )
 
-    def _hashed(self, sliced: _Sliced, piece: ByteArray) -> ByteArray:
+    def _hash_and_watch(self, sliced: _Sliced, piece: ByteArray) -> ByteArray:
         """Begin to hash a slice, and watch whether it changes during its upload."""
-        at = self._position
+        offset = self._position
         self._position += piece.nbytes
         digests = sliced.placed.digests
-        if isinstance(digests, bytes):
+        if isinstance(digests, bytes):  # those of a staged copy, which nobody else can change
             return piece
         words = _watched_words(piece)
         digests.append(self.hash_slice(piece))
-        change = ChangedSlice(sliced.placed.item.index.fqn, at, piece.nbytes, digests[-1])
+        change = ChangedSlice(sliced.placed.item.index.fqn, offset, piece.nbytes, digests[-1])
 
-        def compare() -> None:
+        def compare() -> None:  # called in any thread, where the last array of the slice dies
             if not self.is_over and (_watched_words(piece) != words).any():
                 self.changed.append(change)
 
-        return lend(piece, compare)  # compares when the transport releases it
+        return lend(piece, compare)  # the transport releases it when it has sent it
 
-    def _frame(self, framing: bytes) -> None:
+    def _add_framing(self, framing: bytes) -> None:
+        """Add padding, a header or a trailer to the object."""
         self._framing.update(framing)
         self._gathered += framing
         self._position += len(framing)
 
     def _take_gathered(self) -> ByteArray:
+        """Return what was gathered, and begin to gather anew."""
         taken, self._gathered = self._gathered, bytearray()
         return np.frombuffer(taken, dtype=np.uint8)
 

@@ -36,8 +36,8 @@ from dcp_objstore.write.same_values import SeenValues
 from dcp_objstore.write.staging.state import StagedState
 
 
-class _Known(NamedTuple):
-    """The write items of a value, and the signature for which they hold."""
+class _KnownItems(NamedTuple):
+    """The write items of a value, and the `_signature` for which they hold."""
 
     signature: tuple[Any, ...]
     items: list[WriteItem]
@@ -52,14 +52,14 @@ class WriteItems:
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _KnownItems] = {}
 
     def of(self, state_dict: Mapping[str, Any], *, is_coordinator: bool) -> list[WriteItem]:
         """Return the items that `create_default_local_save_plan` makes of a flat, staged state.
 
         Whether a tensor is pinned may be reported as it was for an earlier copy.
         """
-        latest: dict[str, _Known] = {}
+        latest: dict[str, _KnownItems] = {}
         items: list[WriteItem] = []
         for key, value in state_dict.items():
             signature = _signature(value)
@@ -68,7 +68,7 @@ class WriteItems:
                 continue
             of_key = self._known.get(key)
             if of_key is None or of_key.signature != signature:
-                of_key = _Known(signature, _write_items(key, value, is_coordinator))
+                of_key = _KnownItems(signature, _write_items(key, value, is_coordinator))
             latest[key] = of_key
             items += of_key.items
         self._known = latest
@@ -76,6 +76,7 @@ class WriteItems:
 
 
 def _write_items(key: str, value: Any, is_coordinator: bool) -> list[WriteItem]:
+    """Return the items that DCP makes of a value; the error names its key."""
     check_kind(value, key)
     try:
         return create_default_local_save_plan({key: value}, is_coordinator).items
@@ -181,17 +182,17 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         super().__init__()
         self._url = url
         self._ranks = ranks
-        self._staged = isinstance(state_dict, StagedState)
+        self._is_staged = isinstance(state_dict, StagedState)
         self.digests: Mapping[tuple[int, int], bytes] = (
             state_dict.digests if isinstance(state_dict, StagedState) else {}
         )
-        self._local: LocalPlan | None = None
+        self._local_plan: LocalPlan | None = None
         self._planned: PlannedIndex | None = None
         self._layouts: _Layouts = {}
-        self._known: _KnownLayout | None = None
-        # The error that is raised later, in a list: a local variable would make a reference cycle
-        # of the error and its frame.
-        self._failed: list[BaseException] = []
+        self._known_layout: _KnownLayout | None = None
+        # Errors of `take` and `agree`, of which `create_local_plan` raises the latest. In a list,
+        # because a local variable would make a reference cycle of the error and its frame.
+        self._postponed: list[BaseException] = []
 
     def take(
         self, state_dict: Mapping[str, Any], group: dist.ProcessGroup | None
@@ -210,7 +211,7 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
                 for key, value in state_dict.items()
             }
             self.set_up_planner(plain, is_coordinator=is_first(group))
-            self._described()
+            self._make_local_plan()
         return plain
 
     def agree(self, group: dist.ProcessGroup | None) -> None:
@@ -220,41 +221,41 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         """
         self._layouts = _layouts_alone if group is None else _layouts.setdefault(group, {})
         seen = SeenValues() if group is None else _seen.setdefault(group, SeenValues())
-        layout = None if self._local is None else self._layouts.get(self._local)
-        values: dict[str, Any] = {}
+        layout = None if self._local_plan is None else self._layouts.get(self._local_plan)
+        values: dict[str, Any] = {}  # plain values of this rank
         digest: bytes | None = None
-        if group is not None and self._local is not None:
+        if group is not None and self._local_plan is not None:
             with self._postponed_errors():  # Ctrl-C, too: the other ranks wait below
                 values = seen.compared(self.state_dict)
                 digest = seen.digest(values)
-        offers = from_all((None if layout is None else layout.number, digest), self._url, group)
-        numbers, digests = ({*column} for column in zip(*offers, strict=True))
-        if len(numbers) == 1:
-            self._known = layout
+        of_ranks = from_all((None if layout is None else layout.number, digest), self._url, group)
+        numbers, digests = ({*column} for column in zip(*of_ranks, strict=True))
+        if len(numbers) == 1:  # the same number on all ranks; or None, then so is `layout`
+            self._known_layout = layout
         if len(digests) > 1 and None not in digests:
             failed = seen.compare(values, self._url, group)
-            self._failed += [] if failed is None else [failed]
+            self._postponed += [] if failed is None else [failed]
 
     @contextmanager
     def _postponed_errors(self) -> Iterator[None]:
-        """Keep what is raised for `create_local_plan`."""
+        """Keep what the block raises, for `create_local_plan` to raise it."""
         try:
             yield
         except BaseException as error:  # noqa: BLE001 - the other ranks would wait for this one
-            self._failed.append(error)
+            self._postponed.append(error)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
         """Override `AgreeingPlanner.set_up_planner`; do nothing if `take` has done it."""
-        if self._local is None:  # torch looks for `storage_meta` among the parameters
+        if self._local_plan is None:  # torch looks for `storage_meta` among the parameters
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
             empty = [key for key, value in self.state_dict.items() if value is Empty]
             self.state_dict.update((key, {}) for key in empty)
 
     def make_items(self) -> list[WriteItem]:
         """Return what this rank has; reuse the items of a staged state."""
-        if self._staged:
+        if self._is_staged:
             return _staged_items.of(self.state_dict, is_coordinator=self.is_coordinator)
         for key, value in self.state_dict.items():
             check_kind(value, key)
@@ -264,23 +265,23 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
             items = (_write_items(*pair, self.is_coordinator) for pair in self.state_dict.items())
             return [item for of_value in items for item in of_value]
 
-    def _described(self) -> LocalPlan:
+    def _make_local_plan(self) -> LocalPlan:
         """Return what this rank wants to save; make its items in the first call."""
-        if self._local is None:
+        if self._local_plan is None:
             items = self.make_items()
             for item in items:
                 check_item(item)
             self.plan = SavePlan(items)
-            self._local = LocalPlan.of(items, self.mappings)
-        return self._local
+            self._local_plan = LocalPlan.of(items, self.mappings)
+        return self._local_plan
 
     def create_local_plan(self) -> SavePlan:
         """Override `DefaultSavePlanner.create_local_plan`."""
         with self._typed_errors():
-            if self._failed:
-                raise self._failed.pop()
-            local = self._described()
-        return SavePlan([], storage_data=_Offer(self._url, None if self._known else local))
+            if self._postponed:
+                raise self._postponed.pop()
+            local = self._make_local_plan()
+        return SavePlan([], storage_data=_Offer(self._url, None if self._known_layout else local))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Override `DefaultSavePlanner.create_global_plan`; check that all ranks save together.
@@ -298,12 +299,12 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
             offers: list[Any] = [plan.storage_data for plan in all_plans]  # an `_Offer` of each
             same_url([offer.url for offer in offers])
             shares: list[_Share | None] = [None] * len(offers)
-            if self._known is None:
+            if self._known_layout is None:
                 self._planned, of_ranks = plan_globally([offer.plan for offer in offers])
                 number = secrets.randbits(62)
                 shares = [_Share(number, own) for own in of_ranks]
             else:
-                self._planned = self._known.planned
+                self._planned = self._known_layout.planned
             assert self._planned is not None
         if not self._planned.tensors and not self._planned.blobs:
             logger.warning("%s: the state is empty on every rank; nothing is saved", self._url)
@@ -314,12 +315,12 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         """Override `DefaultSavePlanner.finish_plan`; return the items that this rank writes."""
         with self._typed_errors():
             share: _Share | None = new_plan.storage_data
-            layout = self._known
-            if share is not None:
+            layout = self._known_layout
+            if share is not None:  # this save's layout is new
                 layout = _KnownLayout(share.number, self._planned, share.own)
             assert layout is not None
-            local = self._described()
-            # The latest is the last.
+            local = self._make_local_plan()
+            # The dict is in the order of use: the latest is the last.
             self._layouts.pop(local, None)
             self._layouts[local] = layout
             for oldest in list(self._layouts)[:-_MOST_LAYOUTS]:

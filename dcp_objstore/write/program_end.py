@@ -34,8 +34,8 @@ def at_program_end(wait: Callable[[], object]) -> None:
         _ended.set()
         wait()
 
-    # Private, and there from 3.9 to 3.14. Without it, Python still waits for the threads.
-    # RuntimeError: the program has ended already.
+    # The function is private, and there from 3.9 to 3.14 (AttributeError). Without it, Python still
+    # waits for the threads. RuntimeError: the program has ended already.
     with contextlib.suppress(AttributeError, RuntimeError):
         threading._register_atexit(end)  # type: ignore[attr-defined]
 
@@ -46,12 +46,11 @@ def show_lost(url: str | None, error: BaseException, why: str) -> None:
     try:
         print(f"dcp_objstore: {url} was NOT saved: {why}:", file=stream)
         if isinstance(error, DcpObjstoreError) and not isinstance(error, RankFailedError):
-            error = copy.copy(
-                error
-            )  # without a traceback: it is not a bug, and the text says enough
+            # Without a traceback: it is not a bug, and the text says enough.
+            error = copy.copy(error)
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
-        sys.stderr = cast(TextIO, _FailingAtExit(stream))
+        sys.stderr = cast(TextIO, _FailingAtExit(stream))  # makes the exit status 120
 
 
 class _FailingAtExit:
@@ -81,4 +80,5 @@ class _FailingAtExit:
             raise RuntimeError("the last save in the background failed")
 
 
+# So that `has_ended` is true even if nothing else is called when the program ends.
 at_program_end(lambda: None)

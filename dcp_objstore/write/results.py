@@ -48,7 +48,7 @@ class WriteResults(list[WriteResult]):
         return self.columns().__reduce__()  # type: ignore[return-value]
 
     def columns(self) -> Results:
-        """Return the results as columns."""
+        """Return the results as columns, each object once."""
         objects: dict[str, StoredObject] = {}
         numbers: dict[str, int] = {}
         rows: list[tuple[int, ...]] = []
@@ -57,20 +57,16 @@ class WriteResults(list[WriteResult]):
             key = stored.object.entry.key
             if key not in objects:
                 objects[key], numbers[key] = stored.object, len(numbers)
-            rows.append(
-                (
-                    *(numbers[key], stored.offset, stored.length, stored.payload_offset),
-                    *(stored.payload_length, stored.pickled),
-                )
-            )
+            rows.append((numbers[key], *_STORED(stored)))
         positions: bytes | None = None
         places: list[tuple[str, tuple[int, ...] | None]] | None = None
         if self.planned is None:
             places = [(result.index.fqn, result.index.offset) for result in self]
         else:
             # By identity: the results have the indices of the items, and to hash one costs more.
-            at = {id(item.index): number for number, item in enumerate(self.planned)}
-            positions = np.array([at[id(result.index)] for result in self], np.int64).tobytes()
+            position_of = {id(item.index): number for number, item in enumerate(self.planned)}
+            numbers_in_plan = [position_of[id(result.index)] for result in self]
+            positions = np.array(numbers_in_plan, np.int64).tobytes()
         return Results(
             objects=list(objects.values()),
             numbers=np.array(rows, np.int64).tobytes(),
@@ -106,7 +102,11 @@ class Results(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, results: Results | Sequence[WriteResult]) -> Results:
-        """Return the results of a rank; without other ranks DCP has not sent them."""
+        """Return the results of a rank as columns.
+
+        What DCP has sent to the coordinator became columns on the way. Without other ranks it sends
+        nothing, and the results are still a list.
+        """
         if isinstance(results, Results):
             return results
         return (results if isinstance(results, WriteResults) else WriteResults(results)).columns()
@@ -117,7 +117,9 @@ class Results(msgspec.Struct, frozen=True, array_like=True):
         return numbers[:, _RESULT.index(name)]
 
 
+# The columns of `Results.numbers`: of all but the first, `StoredItem` has an attribute.
 _RESULT = ("object_number", "offset", "length", "payload_offset", "payload_length", "pickled")
+_STORED = attrgetter(*_RESULT[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ class PlannedIndex:
 
 
 def planned_index(metadata: Metadata) -> PlannedIndex:
-    """Return what any planner has put into DCP's Metadata.
+    """Return what a planner that is not ours has put into DCP's Metadata.
 
     Raises:
         UnsupportedError: the planner left `planner_data` that a load could not restore.
@@ -181,37 +183,41 @@ def build_index(
         RankFailedError: no rank reported an item of the plan.
     """
     objects = [stored for of_rank in results for stored in of_rank.objects]
-    firsts = np.cumsum([0, *(len(of_rank.objects) for of_rank in results)])[:-1]
+    # The number of each rank's first object among all objects.
+    first_objects = np.cumsum([0, *(len(of_rank.objects) for of_rank in results)])[:-1]
     # A writer around ours may return a plain list, which has no positions.
-    at = _rows_by_place(planned) if any(one.positions is None for one in results) else {}
-    shares: list[ix.Numbers] = []
+    has_places = any(of_rank.positions is None for of_rank in results)
+    row_of_place = _rows_by_place(planned) if has_places else {}
+    rows_of_ranks: list[ix.Numbers] = []
     converted: dict[int, str] = {}
     for rank, of_rank in enumerate(results):
         if of_rank.positions is not None:
-            shares.append(planned.rows[rank][np.frombuffer(of_rank.positions, np.int64)])
+            rows = planned.rows[rank][np.frombuffer(of_rank.positions, np.int64)]
         else:
             assert of_rank.places is not None
-            shares.append(np.array([at.get(place, -1) for place in of_rank.places], np.int64))
-        converted |= {int(shares[-1][number]): dtype for number, dtype in of_rank.converted.items()}
-    row = np.concatenate(shares)
+            rows = np.array([row_of_place.get(place, -1) for place in of_rank.places], np.int64)
+        rows_of_ranks.append(rows)
+        converted |= {int(rows[number]): dtype for number, dtype in of_rank.converted.items()}
+    row = np.concatenate(rows_of_ranks)
     # For each row, the number of its result; -1 for a row without one. Results of rows that are not
-    # in the plan, which a foreign planner may report, are at the end and dropped.
+    # in the plan, which a foreign planner may report, have row -1: they are at the end and dropped.
     count = sum(tensor.chunk_count for tensor in planned.tensors.values()) + len(planned.blobs)
-    reported = np.full(count + 1, -1, np.int64)
-    reported[row] = np.arange(len(row))
-    reported = reported[:count]
+    result_of_row = np.full(count + 1, -1, np.int64)
+    result_of_row[row] = np.arange(len(row))
+    result_of_row = result_of_row[:count]
 
     def column(name: str) -> ix.Numbers:
+        """Return a column of the results of all ranks, rank after rank."""
         return np.concatenate([of_rank.column(name) for of_rank in results])
 
-    if (reported < 0).any():
-        raise _unreported(planned, int(np.argmax(reported < 0)))
-    numbers = [
+    if (result_of_row < 0).any():
+        raise _unreported(planned, int(np.argmax(result_of_row < 0)))
+    object_numbers = [
         of_rank.column("object_number") + first
-        for of_rank, first in zip(results, firsts, strict=True)
+        for of_rank, first in zip(results, first_objects, strict=True)
     ]
     offset, length, payload_offset, payload_length, pickled = (
-        column(name)[reported] for name in _RESULT[1:]
+        column(name)[result_of_row] for name in _RESULT[1:]
     )
     tensors = _with_stored_dtypes(planned, converted)
     index = ix.Index(
@@ -219,7 +225,7 @@ def build_index(
         tensors=tensors,
         blobs=planned.blobs,
         columns=ix.Columns(
-            object_number=np.concatenate(numbers)[reported].astype(np.uint64),
+            object_number=np.concatenate(object_numbers)[result_of_row].astype(np.uint64),
             offset=offset.astype(np.uint64),
             lead=(payload_offset - offset).astype(np.uint64),
             payload_length=payload_length.astype(np.uint64),
@@ -227,7 +233,7 @@ def build_index(
             pickled=pickled.astype(np.uint64),
             chunk_offsets=planned.chunk_offsets,
             chunk_sizes=planned.chunk_sizes,
-            digests=_digests(results, column("payload_length"), reported),
+            digests=_digests(results, column("payload_length"), result_of_row),
         ),
         flatten_mapping=planned.flatten_mapping,
         storage=ix.StorageInfo(
@@ -255,13 +261,19 @@ def _rows_by_place(
 
 
 def _digests(
-    results: Sequence[Results], payload_length: ix.Numbers, reported: ix.Numbers
+    results: Sequence[Results], payload_length: ix.Numbers, result_of_row: ix.Numbers
 ) -> ix.Column:
-    """Return the digests of all blocks in the order of the index's rows."""
+    """Return the digests of all blocks in the order of the index's rows.
+
+    For example, result 0 has the blocks 0 and 1, result 1 the block 2, and the rows are the results
+    1 and 0. Then `counts` is 2 1, `first` 0 2, `row_counts` 1 2, `row_first` 0 1, and `blocks`
+    2 0 1: for each block of the index the number of that block among those of the results.
+    """
     counts = ix.digest_counts(payload_length.astype(np.uint64))
     first = np.cumsum(counts) - counts
-    taken = counts[reported]
-    blocks = np.repeat(first[reported] - (np.cumsum(taken) - taken), taken) + np.arange(taken.sum())
+    row_counts = counts[result_of_row]
+    row_first = np.cumsum(row_counts) - row_counts
+    blocks = np.repeat(first[result_of_row] - row_first, row_counts) + np.arange(row_counts.sum())
     body = np.frombuffer(b"".join([of_rank.digests for of_rank in results]), np.uint8)
     digests: ix.Column = body.reshape(-1, DIGEST_SIZE_BYTES)[blocks].reshape(-1)
     return digests
@@ -275,7 +287,8 @@ def _with_stored_dtypes(
         return planned.tensors
     tensors, row = {}, 0
     for key, tensor in planned.tensors.items():
-        rows = range(row, row := row + tensor.chunk_count)
+        rows = range(row, row + tensor.chunk_count)
+        row = rows.stop
         dtypes = {converted.get(number, tensor.dtype) for number in rows} or {tensor.dtype}
         if len(dtypes) > 1:
             raise UnsupportedError(

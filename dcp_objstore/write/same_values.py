@@ -52,21 +52,24 @@ class SeenValues:
         bytes that are a pickle or an archive, which differ for equal contents, and the numbered
         groups of an optimizer: the groups of each set of parameters are saved beside them.
         """
-        return {
-            key: value
-            for key, value in state_dict.items()
-            if (
-                not isinstance(value, torch.Tensor)
-                or (value.dtype == torch.uint8 and value.is_cpu and value.numel() <= _STATE_BYTES)
-            )
-            and key not in self.left_out
-            and not key.endswith("_extra_state")
-            and not _NUMBERED_GROUP.search(key)
-            and not (isinstance(value, bytes) and value.startswith(_PICKLES))
-        }
+        compared: dict[str, Any] = {}
+        for key, value in state_dict.items():
+            if isinstance(value, torch.Tensor):
+                # Only what may be the state of a generator of random numbers.
+                if value.dtype != torch.uint8 or not value.is_cpu or value.numel() > _STATE_BYTES:
+                    continue
+            elif isinstance(value, bytes) and value.startswith(_PICKLES):
+                continue
+            if key in self.left_out or key.endswith("_extra_state") or _NUMBERED_GROUP.search(key):
+                continue
+            compared[key] = value
+        return compared
 
     def digest(self, values: Mapping[str, Any]) -> bytes | None:
-        """Return a digest of all values, or None if one of them cannot be pickled."""
+        """Return a digest of all values, or None if one of them cannot be pickled.
+
+        It is a quick one. Of the values for which that does not do, it covers the exact digest.
+        """
         return _digest(
             _Quick,
             [
@@ -83,20 +86,23 @@ class SeenValues:
         Call it if the ranks have different digests of all their values.
         """
         own, failed = capture(
-            lambda: {key: (_digest(_Exact, of), _digest(_Quick, of)) for key, of in values.items()}
+            lambda: {
+                key: (_digest(_Exact, value), _digest(_Quick, value))
+                for key, value in values.items()
+            }
         )
-        of_ranks = from_all(own or {}, url, group)
+        reports = from_all(own or {}, url, group)
         different: dict[str, str] = {}
-        for key in {key: None for of_rank in of_ranks for key in of_rank}:
-            ranks = [(rank, of[key]) for rank, of in enumerate(of_ranks) if key in of]
-            (first, one), *others = ranks
-            other = next((rank for rank, (exact, _) in others if exact != one[0]), None)
+        for key in {key: None for report in reports for key in report}:
+            digests = [(rank, report[key]) for rank, report in enumerate(reports) if key in report]
+            (first, (first_exact, first_quick)), *others = digests
+            other = next((rank for rank, (exact, _) in others if exact != first_exact), None)
             if other is not None:
-                places = (str(global_rank(rank, group)) for rank in (first, other))
-                different[key] = f"{key} on ranks {' and '.join(places)}"
-            elif len(ranks) < len(of_ranks):
+                numbers = (str(global_rank(rank, group)) for rank in (first, other))
+                different[key] = f"{key} on ranks {' and '.join(numbers)}"
+            elif len(digests) < len(reports):
                 self.left_out.add(key)
-            elif any(of != one for _, of in others):  # the quick one
+            elif any(quick != first_quick for _, (_, quick) in others):
                 self.unordered.add(key)
         self.left_out.update(different)
         if different and is_first(group):
@@ -137,12 +143,18 @@ def _reduced(value: object) -> Any:
 
 
 class _Quick(pickle.Pickler):
+    """Pickles fast; equal values may be pickled differently."""
+
     def reducer_override(self, value: object) -> Any:
         return _reduced(value)
 
 
-# In Python's own pickler, which asks `reducer_override` for every part, dicts included.
 class _Exact(pickle._Pickler):
+    """Pickles equal values alike, whatever the order of their dicts and sets.
+
+    It is Python's own pickler, which asks `reducer_override` for every part, dicts included.
+    """
+
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, set | frozenset):
             return type(value), (sorted(_digest(_Exact, item) or b"" for item in value),)

@@ -67,27 +67,27 @@ class Save:
         self, *, overwrite: bool, claim: RunClaim | None, allow_unfenced: bool, clock: Clock
     ) -> None:
         """Read the begin token, and check that this rank could commit."""
-        store, number = self.open(), check_claim(claim, self.spec)
+        store, claim_number = self.open(), check_claim(claim, self.spec)
         self.token = commit.take_begin_token(
             store,
             overwrite=overwrite,
-            claim=number or 0,
+            claim=claim_number or 0,
             nonce=self.nonce,
             check=partial(_refuse_uncounted, claim, self.spec),
             clock=clock,
         )
         try:
-            abilities = probe.require_fencing(
+            capabilities = probe.require_fencing(
                 store,
                 replaces=self.token.version is not None,
                 # A claim protects nothing without conditional writes.
-                allow_unfenced=allow_unfenced and number is None,
+                allow_unfenced=allow_unfenced and claim_number is None,
                 clock=clock,
             )
-        except InputError:
+        except InputError:  # this store can never commit; after other errors it may not answer
             commit.remove_beacon(store, self.token.beacon)
             raise
-        self.fenced = abilities.conditional_create
+        self.fenced = capabilities.conditional_create
 
     def commit_index(
         self,
@@ -98,42 +98,39 @@ class Save:
         stock_metadata: bool = True,
         claim: RunClaim | None,
         clock: Clock,
-        keep: Callable[[SaveReport], object],
+        on_committed: Callable[[SaveReport], object],
     ) -> ix.Index:
         """Commit an index; return it as a reader decodes it.
 
         Args:
-            keep: a function that receives the report when the checkpoint is committed and counts in
-                its run; without a claim also before `.metadata` is written.
+            on_committed: a function that receives the report when the checkpoint is committed and
+                counts in its run. Without a claim it is also called before `.metadata` is written.
         """
         store, channel = self.open(), self.channel
         index, index_body = _read_back(built)
+        goes_back = claim is not None and claim.goes_back
         assert self.token is not None
-        committed = _commit_noted(
+        committed = _commit_with_events(
             self,
             store,
             index,
             index_body,
             user_metadata=user_metadata,
-            goes_back=claim is not None and claim.goes_back,
+            goes_back=goes_back,
             clock=clock,
         )
         report = self.report(objects, committed.commit_id)
         if claim is None:
-            # Now, because what follows may be interrupted.
-            keep(report)
-        last: list[Callable[..., object]] = []
+            # Already now, because what follows may be interrupted.
+            on_committed(report)
+        requests = [partial(commit.remove_beacon, store, self.token.beacon)]
         if stock_metadata:
-            last.append(partial(_publish, self, store, committed, index=index, clock=clock))
+            requests.append(partial(_publish, self, store, committed, index=index, clock=clock))
         if claim is not None:
             run = self.spec.at(claim.url).open()
-            goes_back = claim.goes_back
-            last.append(partial(confirm, run, claim.number, goes_back=goes_back, clock=clock))
-        workers.concurrently(
-            partial(commit.remove_beacon, store, self.token.beacon),
-            *last,
-        )
-        keep(report)
+            requests.append(partial(confirm, run, claim.number, goes_back=goes_back, clock=clock))
+        workers.concurrently(*requests)
+        on_committed(report)
         channel.emit(Saved, channel.began_at, seconds=report.seconds, report=report)
         return index
 
@@ -144,8 +141,8 @@ class Save:
         """
         if self.copies is not None:
             self.copies.give_up()
+        # If the store may not answer, or the user will not wait, a sweep removes the beacon.
         if self.token is not None and not isinstance(error, RetryableError | KeyboardInterrupt):
-            # If the store may not answer, a sweep removes the beacon.
             commit.remove_beacon(self.open(), self.token.beacon)
         self.channel.fail(error)
         self.channel.flush()
@@ -163,7 +160,7 @@ class Save:
         )
 
 
-def _commit_noted(
+def _commit_with_events(
     save: Save,
     store: ObjectStore,
     index: ix.Index,
@@ -177,7 +174,7 @@ def _commit_noted(
     assert save.token is not None
     began_at = time.monotonic()
 
-    def retried(attempt: int, error: Exception, first_at: float) -> None:
+    def emit_retry(attempt: int, error: Exception, first_at: float) -> None:
         text = f"{type(error).__name__}: {error}"
         save.channel.retried("commit", MARKER_KEY, attempt=attempt, error=text, began_at=first_at)
 
@@ -193,7 +190,7 @@ def _commit_noted(
         goes_back=goes_back,
         fenced=save.fenced,
         clock=clock,
-        on_retry=retried,
+        on_retry=emit_retry,
     )
     save.channel.emit(
         Committed, began_at, commit_id=committed.commit_id, attempts=committed.attempts

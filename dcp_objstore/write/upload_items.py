@@ -79,7 +79,7 @@ def upload_items(
     resolve = planner.resolve_data
     if not isinstance(planner, AgreeingSavePlanner) or _has_sharded(planner.state_dict):
         resolve = torch.no_grad()(resolve)  # or else `DTensor.to_local` makes a view
-    # For all items: what cannot be copied after all is uploaded.
+    # For all items, because what the store cannot copy after all is uploaded.
     part_plan = _plan_parts(plan.items, store, config)
     unchanged = Unchanged()
     if base is not None:
@@ -103,12 +103,13 @@ def upload_items(
         results.planned, is_copied = plan.items, planner.is_copied
         planner.check_stopped = progress.check_stopped
     groups = _groups(order, unchanged, unchanged.copied)
-    most = _most_parts(groups, part_plan, is_copied=is_copied)
-    numbers = itertools.count(len(unchanged.objects))
+    most_parts = _most_parts(groups, part_plan, is_copied=is_copied)
+    object_numbers = itertools.count(len(unchanged.objects))
     save.copies = None if local is None else SaveCopies(local, save.spec, save.channel, save.rank)
-    upload = partial(_upload_object, save, config=config, progress=progress, most=most)
+    upload = partial(_upload_object, save, config=config, progress=progress, most=most_parts)
     with DaemonPool(config.hash_threads, "hash") as hashers:
         outbound = Outbound(part_plan, config, progress.check_stopped)
+        # Each layout takes, from the left of the first group with items, what its object holds.
         while pending := next(filter(None, groups), None):
             layout = Layout(
                 pending=pending,
@@ -120,7 +121,7 @@ def upload_items(
                 known_digests=known_digests,
             )
             try:
-                stored = upload(data_key(save.rank, next(numbers), save.nonce), layout)
+                stored = upload(data_key(save.rank, next(object_numbers), save.nonce), layout)
             except StoreFullError as error:
                 size_bytes = sum(size for _, size in order)
                 error.message += f"; this rank saves {size_text(size_bytes)}"
@@ -133,6 +134,7 @@ def upload_items(
 
 
 def _has_sharded(state_dict: Mapping[str, Any]) -> bool:
+    """Return whether a flat state has a DTensor."""
     return any(isinstance(value, DTensor) for value in state_dict.values())
 
 
@@ -151,9 +153,10 @@ def _plan_parts(items: Sequence[WriteItem], store: ObjectStore, config: Transfer
 def _most_parts(
     groups: Iterable[Iterable[SizedItem]], part_plan: PartPlan, *, is_copied: bool
 ) -> int:
-    """Return how many parts may be under way at a time.
+    """Return how many parts of an object may be under way at a time.
 
-    Parts of copied payload take memory; other parts are views of the tensors.
+    Parts of copied payload take memory; other parts are views of the tensors. If little is copied,
+    their number is only limited by `AUTO_MOST`.
 
     Args:
         is_copied: whether all payload is copied, and not only that of small items.
@@ -176,21 +179,23 @@ def _upload_object(
 ) -> StoredObject:
     """Upload one object, and write its copy on this node."""
     store, copies = save.open(), save.copies
+    # About how large the copy on this node becomes.
     size_bytes = sum(size for _, size in layout.pending) if copies is not None else 0
     size_bytes = min(size_bytes, layout.plan.max_object_size_bytes)
     try:
         with ExitStack() as open_copy:
 
-            def read() -> Iterator[ByteArray]:
+            def begin_buffers() -> Iterator[ByteArray]:
+                """Return the object's bytes from the start, for each try of the upload."""
                 if copies is None:
                     return layout.buffers()
-                open_copy.close()  # the copy of an upload that was lost
+                open_copy.close()  # the copy that the try before has begun
                 return open_copy.enter_context(copies.tee(key, layout.buffers(), size_bytes))
 
             uploaded = upload_object(
                 store,
                 key,
-                Content(read),
+                Content(begin_buffers),
                 plan=layout.plan,
                 config=config,
                 progress=progress,
@@ -198,7 +203,7 @@ def _upload_object(
                 is_own=True,
             )
     finally:
-        layout.is_over = True
+        layout.is_over = True  # what the transport releases from now on is not compared
     _check_changed(store, key, layout.changed)
     entry = ix.ObjectEntry(key, uploaded.size_bytes, uploaded.version.e_tag, layout.framing_digest)
     return StoredObject(entry, uploaded.parts, save.spec.url)
@@ -207,7 +212,10 @@ def _upload_object(
 def _emit_planned(
     save: Save, unchanged: Unchanged, order: Sequence[SizedItem], part_plan: PartPlan
 ) -> None:
-    """Emit how much the store is to copy, and how much is uploaded."""
+    """Emit how much the store is to copy, and how much is uploaded.
+
+    Pickled values count as no bytes, but a rank with nothing else has an object all the same.
+    """
     groups = _groups(order, unchanged, unchanged.to_copy)
     uploads_bytes = [sum(size for _, size in group) for group in groups]
     objects = sum(-(-size // part_plan.max_object_size_bytes) for size in uploads_bytes)
@@ -217,7 +225,7 @@ def _emit_planned(
         operation="save",
         items=len(order),
         size_bytes=sum(size_bytes for _, size_bytes in order),
-        objects=len(unchanged.objects) + max(not unchanged.objects, objects),
+        objects=max(1, len(unchanged.objects) + objects),
         requests=unchanged.parts
         + sum(part_count(size, part_plan.part_size_bytes) for size in uploads_bytes),
     )
@@ -253,12 +261,14 @@ def _groups(
     Args:
         copied: the items that the store copies, which are not uploaded.
     """
-    # Most saves have no base, and the hash of an index costs as much as a tenth of the item.
+    # Most saves have no base. For them nothing is looked up, because the hash of an index costs as
+    # much as a tenth of the item.
     uploads = [sized for sized in order if sized.item.index not in copied] if copied else order
     same: deque[SizedItem] = deque()
     changed: deque[SizedItem] = deque()
-    for sized in uploads if unchanged.whole_only else ():
-        (same if sized.item.index in unchanged.items else changed).append(sized)
+    if unchanged.whole_only:
+        for sized in uploads:
+            (same if sized.item.index in unchanged.items else changed).append(sized)
     if sum(sized.size_bytes for sized in same) < LEAST_PART_BYTES:
         return [deque(uploads)]
     return [group for group in (changed, same) if group]
@@ -270,20 +280,20 @@ def _check_changed(store: ObjectStore, object_key: str, changed: Sequence[Change
     Raises:
         InputError: the bytes on the store do not have the digest that the index would give.
     """
-    for mixed in changed:
-        start, end = mixed.offset, mixed.offset + mixed.size_bytes
+    for changed_slice in changed:
+        start, end = changed_slice.offset, changed_slice.offset + changed_slice.size_bytes
         body = read_range(store, object_key, start, end)
-        if block_digests(body) != mixed.digests.result():
+        if block_digests(body) != changed_slice.digests.result():
             raise InputError(
                 "the tensor changed while it was being saved: dcp_objstore.async_save copies it"
                 " first",
-                key=mixed.key,
+                key=changed_slice.key,
             )
     if changed:
         logger.warning(
             "%s: %s changed while it was being saved; its values may mix old and new ones",
             store.url,
-            ", ".join(dict.fromkeys(mixed.key for mixed in changed)),
+            ", ".join(dict.fromkeys(changed_slice.key for changed_slice in changed)),
         )
 
 

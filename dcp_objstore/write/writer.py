@@ -26,11 +26,7 @@ from dcp_objstore.checkpoint.marker import LEFT_OUT, check_user_metadata
 from dcp_objstore.config import LocalFolder, TransferConfig, local_of
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.failures import on_first
-from dcp_objstore.distributed.plugin import (
-    Target,
-    plugin_errors,
-    same_url,
-)
+from dcp_objstore.distributed.plugin import Target, plugin_errors, same_url
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import ConfigError, UnsupportedError
 from dcp_objstore.observe.dispatch import Channel, EventSettings
@@ -216,7 +212,8 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         Raises:
             ConfigError: the writer was made with another URL and has saved nothing yet.
         """
-        self._runs_here()  # even if the URL is refused below
+        # First, because DCP calls this from the thread of the save, even if the URL is refused.
+        self._note_thread()
         if checkpoint_id is not None:
             self._target.aim(checkpoint_id)  # type: ignore[arg-type]  # StoreSpec checks it
 
@@ -272,10 +269,11 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
 
     @property
     def _clock(self) -> Clock:
+        """The clock of a commit, whose deadline fits the stall time-out."""
         return Clock.of_job(self._target.config.stall_timeout_seconds)
 
-    def _describe(self, state: ConvertedState) -> ConvertedState:
-        """Note what the next save leaves out, for its marker; return the state.
+    def _note_left_out(self, state: ConvertedState) -> ConvertedState:
+        """Note what the next save leaves out of its modules, for its marker; return the state.
 
         Raises:
             ConfigError: the marker has no room for it beside the user's metadata.
@@ -285,8 +283,8 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         }
         try:
             if left_out:
-                noted = {LEFT_OUT: left_out, **self._user_metadata}
-                self._user_metadata = check_user_metadata(noted)
+                with_note = {LEFT_OUT: left_out, **self._user_metadata}
+                self._user_metadata = check_user_metadata(with_note)
         except ConfigError as error:
             error.message += (
                 f". What the {len(left_out)} dos.trainable(...) of the state leave out is noted"
@@ -296,11 +294,12 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         return state
 
     def _begin_save(self, rank: int, is_coordinator: bool, channel: Channel) -> Save:
+        """Make the `Save` of this thread's next save; pass on the event of its staging."""
         self._of_thread.save = save = Save(self._target.used_now(), rank, is_coordinator, channel)
         self.save_id = save.nonce
-        staged, self._staged = self._staged, None
-        if staged is not None:
-            channel.pass_on(staged)
+        staged_event, self._staged_event = self._staged_event, None
+        if staged_event is not None:
+            channel.pass_on(staged_event)
         return save
 
     @property
@@ -308,13 +307,15 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         """This thread's latest save: DCP makes all calls of one save from one thread."""
         return getattr(self._of_thread, "save", None)
 
-    def _errors(self) -> AbstractContextManager[None]:
+    def _typed_errors(self) -> AbstractContextManager[None]:
+        """Return a context that turns errors into ours, with the rank and URL of the save."""
         save = self._save
         if save is None:
             return plugin_errors(None, self.checkpoint_id)
         return plugin_errors(save.rank, save.spec.url)
 
     def _current_save(self) -> Save:
+        """Return this thread's save; raise UnsupportedError if it has begun none."""
         save = self._save
         if save is None:
             raise UnsupportedError(
@@ -325,10 +326,10 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
 
     @contextmanager
     def _watched(self) -> Iterator[Save]:
-        """Deliver events of this thread's save while the block runs, and type its errors."""
-        with self._errors():
+        """Deliver events of this thread's save while the block runs, and turn errors into ours."""
+        with self._typed_errors():
             save = self._current_save()
-        with save.channel.watching(), self._errors():
+        with save.channel.watching(), self._typed_errors():
             yield save
 
     def _report_failure(self, error: BaseException) -> None:
@@ -349,14 +350,14 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         The plan is not changed: names are chosen per save and not passed through the plan, which
         DCP may cache.
         """
-        with self._errors():
+        with self._typed_errors():
             for item in plan.items:
                 check_item(item)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Return the plans unchanged; note the number of ranks for the marker."""
-        with self._errors():
+        with self._typed_errors():
             self._current_save().world_size = len(plans)
         return plans
 
@@ -393,7 +394,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         """Return the base of this save, or None if there is none or it cannot be copied from."""
         if self._base is None:
             return None
-        shared: Base | None = vars(self._of_thread).pop("base", None)
+        shared: Base | None = vars(self._of_thread).pop("base", None)  # from `_share_base`
         base = shared or open_base(self._base, save.spec)
         if base.why_not and save.is_coordinator:
             report_not_copied(save, base.url, base.why_not, 0)
@@ -402,21 +403,22 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the save. DCP calls it on the coordinator after all ranks have reported."""
         with self._logged(), self._watched() as save:
-            own = save.spec.url
+            url = save.spec.url
             reported = [Results.of(of_rank) for of_rank in results]
-            same_url([rank.objects[0].url if rank.objects else own for rank in reported])
+            # Each rank has uploaded where its own writer points.
+            same_url([rank.objects[0].url if rank.objects else url for rank in reported])
             planned = metadata.planner_data
-            if not isinstance(planned, PlannedIndex):
+            if not isinstance(planned, PlannedIndex):  # a planner that is not ours
                 planned = planned_index(metadata)
-            meta = StorageMeta(checkpoint_id=own, save_id=save.nonce)
+            meta = StorageMeta(checkpoint_id=url, save_id=save.nonce)
             index = save.commit_index(
                 *build_index(planned, reported, meta),
                 user_metadata=self._user_metadata,
                 stock_metadata=self._stock_metadata,
                 claim=self._claim,
                 clock=self._clock,
-                keep=partial(setattr, self, "last_save"),
+                on_committed=partial(setattr, self, "last_save"),
             )
-            # DCP pickles it for all ranks, which takes seconds where there are many chunks as
-            # objects.
+            # DCP hands `metadata` to all ranks, pickled, which takes seconds for many chunks as
+            # objects. `describe` makes these only when somebody looks at them.
             vars(metadata).update(vars(describe(index)))

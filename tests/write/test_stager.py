@@ -72,12 +72,12 @@ def test_as_long_as_its_thread_is_unknown_a_later_one_of_an_executor_counts(thre
 def test_the_first_other_thread_that_calls_the_writer_runs_the_save():
     state = stage({"t": torch.ones(1)})
     save = background_save(state)
-    save.runs_here()
+    save.note_thread()
     assert save.thread is None, "it was staged here"
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
         thread = first.submit(threading.current_thread).result(30)
-        first.submit(save.runs_here).result(30)
-        second.submit(save.runs_here).result(30)
+        first.submit(save.note_thread).result(30)
+        second.submit(save.note_thread).result(30)
         assert save.thread is thread
         assert not second.submit(save.has_ended).result(30)
         assert first.submit(save.has_ended).result(30), "that it asks itself shows that it is free"
@@ -160,7 +160,7 @@ def test_a_save_of_one_rank_whose_group_was_destroyed_is_refused():
     url = memory_url()
     writer = dos.ObjectStoreWriter(url)
     writer._background = SimpleNamespace(  # type: ignore[assignment]
-        has_lost_ranks=lambda: True, staged_in=None, thread=None, runs_here=lambda **_: None
+        has_lost_ranks=lambda: True, staging_thread=None, thread=None, note_thread=lambda **_: None
     )
     with pytest.raises(dcp.api.CheckpointException) as caught:
         dcp.save({"t": torch.ones(1)}, storage_writer=writer, no_dist=True)

@@ -30,7 +30,10 @@ _KEPT_TAKES = 2
 
 @dataclass(slots=True)
 class _Slab:
-    """A piece of memory; `memory` owns it and `array` is a view of it."""
+    """A piece of memory; `memory` owns it and `array` is a view of it.
+
+    `used_at` is the number of the latest take that has used it.
+    """
 
     memory: torch.Tensor
     array: ByteArray
@@ -97,6 +100,7 @@ class StagingMemory:
             self._free(lambda _: True)
 
     def _collect(self) -> None:
+        """Put slabs that have returned among the idle ones. The caller of these methods locks."""
         while True:
             try:
                 self._idle.append(self._returned.get_nowait())
@@ -104,18 +108,21 @@ class StagingMemory:
                 return
 
     def _idle_slab(self, size_bytes: int, *, pinned: bool) -> _Slab | None:
+        """Take an idle slab of exactly this size; return None if there is none."""
         for number, slab in enumerate(self._idle):
             if slab.array.nbytes == size_bytes and slab.pinned == pinned:
                 return self._idle.pop(number)
         return None
 
-    def _free(self, unused: Callable[[_Slab], bool]) -> None:
-        kept = [slab for slab in self._idle if not unused(slab)]
+    def _free(self, is_unneeded: Callable[[_Slab], bool]) -> None:
+        """Free those idle slabs that are not needed any more."""
+        kept = [slab for slab in self._idle if not is_unneeded(slab)]
         self.allocated_bytes -= sum(slab.array.nbytes for slab in self._idle)
         self.allocated_bytes += sum(slab.array.nbytes for slab in kept)
         self._idle = kept
 
     def _allocate(self, size_bytes: int, *, pinned: bool) -> _Slab:
+        """Allocate a slab, which is not idle."""
         array = np.frombuffer(new_memory(size_bytes), dtype=np.uint8)
         memory = torch.from_numpy(array)
         self.allocations += 1

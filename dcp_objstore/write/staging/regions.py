@@ -38,6 +38,8 @@ class Region:
         storage: the storage to copy the bytes from; None to copy the elements of `tensor`, closely
             packed.
         tensor: the tensor to copy if `storage` is None.
+        array: the memory of the copy, from `lay`.
+        address: the address of that memory.
         is_payload: whether these are the bytes of one contiguous tensor, as they are uploaded.
     """
 
@@ -76,7 +78,7 @@ def plan_regions(tensors: list[torch.Tensor]) -> dict[int, tuple[Region, int]]:
 
     A tensor without memory (meta, freed) has no region; the writer refuses it by name.
     """
-    views: dict[tuple[torch.device, int], list[_View]] = {}
+    views: dict[tuple[torch.device, int], list[_View]] = {}  # by device and address of the storage
     places: dict[int, tuple[Region, int]] = {}
     for tensor in tensors:
         if tensor.layout != torch.strided or not tensor.numel():
@@ -89,27 +91,31 @@ def plan_regions(tensors: list[torch.Tensor]) -> dict[int, tuple[Region, int]]:
         start, storage = int(tensor.storage_offset()) * tensor.itemsize, tensor.untyped_storage()
         view = _View(tensor, storage, start, start + reach(tensor))
         views.setdefault((tensor.device, storage.data_ptr()), []).append(view)
-    for (of, _), of_storage in views.items():
+    for (device, _), of_storage in views.items():
         for group in _touching(sorted(of_storage, key=lambda view: view.start)):
             first = group[0]
+            # Most often a group is one tensor that fills its bytes.
             if len(group) == 1 and first.end - first.start == first.tensor.nbytes:
-                region = Region(of, first.storage, first.start, first.end)
+                region = Region(device, first.storage, first.start, first.end)
                 region.is_payload = first.tensor.is_contiguous()
                 places[id(first.tensor)] = region, 0
                 continue
             start = first.start // _ELEMENT_BYTES * _ELEMENT_BYTES
             end = max(view.end for view in group)
-            firsts = {view.alias: view.tensor for view in reversed(group)}
-            if end - start <= _ELEMENT_BYTES + sum(tensor.nbytes for tensor in firsts.values()):
-                region = Region(of, first.storage, start, end)
+            distinct = {view.alias: view.tensor for view in reversed(group)}
+            # Tensors that share memory share it in the copy, too. But if they leave gaps, as
+            # columns of a matrix do, and so this is more than they have, each is copied by itself.
+            if end - start <= _ELEMENT_BYTES + sum(tensor.nbytes for tensor in distinct.values()):
+                region = Region(device, first.storage, start, end)
                 places.update({id(view.tensor): (region, view.start - start) for view in group})
                 continue
-            packed = {alias: _packed(tensor) for alias, tensor in firsts.items()}
+            packed = {alias: _packed(tensor) for alias, tensor in distinct.items()}
             places.update({id(view.tensor): (packed[view.alias], 0) for view in group})
     return places
 
 
 def _packed(tensor: torch.Tensor) -> Region:
+    """Return the region of a tensor whose elements are copied closely packed."""
     return Region(tensor.device, None, start=0, end=tensor.nbytes, tensor=tensor.detach())
 
 
@@ -128,8 +134,9 @@ def _touching(views: list[_View]) -> Iterator[list[_View]]:
 
 def lay(regions: list[Region], memory: StagingMemory, *, pinned: bool) -> None:
     """Assign memory to each region."""
-    slabs: list[int] = []
-    places: list[tuple[int, int]] = []
+    slabs: list[int] = []  # the size of each
+    places: list[tuple[int, int]] = []  # of each region: the number of its slab, and its offset
+    # The slab that small regions go into, and how full it is: at first there is none.
     open_slab, filled_bytes = -1, _SLAB_BYTES
     for region in regions:
         size_bytes = region.size_bytes
@@ -155,9 +162,11 @@ def lay(regions: list[Region], memory: StagingMemory, *, pinned: bool) -> None:
 def copy_of(tensor: torch.Tensor, region: Region, offset_bytes: int) -> torch.Tensor:
     """Return the staged tensor; it has the same strides if its region is copied unchanged."""
     memory = torch.from_numpy(region.array)
+    # The usual case, in two calls.
     if region.size_bytes == tensor.nbytes and tensor.is_contiguous():
         return memory.view(tensor.dtype).view(tensor.shape)
+    # The region may begin or end within an element of this dtype, if it has views of other dtypes.
     whole = memory[: memory.numel() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
-    if region.storage is None:
+    if region.storage is None:  # closely packed
         return whole.view(tensor.shape)
     return whole.as_strided(tensor.shape, tensor.stride(), offset_bytes // tensor.itemsize)

@@ -46,34 +46,36 @@ class _BackgroundSave:
     """
 
     def __init__(self, state: StagedState) -> None:
+        """Begin to follow the save of this copy, in the thread that has staged it."""
         self.thread: threading.Thread | None = None
-        self.staged_in = threading.current_thread()
+        self.staging_thread = threading.current_thread()
         self._group = world_group()
         self._ranks = count_ranks(self._group)  # torch cannot count those of a destroyed group
-        self._before = weakref.WeakSet(threading.enumerate())
-        self._in_child = False
+        self._earlier_threads = weakref.WeakSet(threading.enumerate())
+        self._in_child = False  # whether the copy was sent to a child process
         self._dropped = threading.Event()
         weakref.finalize(state, self._dropped.set).atexit = False
 
-    def runs_here(self, *, in_child: bool = False) -> None:
+    def note_thread(self, *, in_child: bool = False) -> None:
         """Note that this thread runs the save, unless it is the thread that staged it."""
         here = threading.current_thread()
-        if self.thread is None and here is not self.staged_in:
+        if self.thread is None and here is not self.staging_thread:
             self.thread = here
             self._in_child = in_child
 
     def has_ended(self) -> bool:
-        """Whether another save may begin."""
+        """Return whether the save has ended, so that another one may begin."""
         thread = self.thread
-        if thread is None:  # an executor's, begun since the staging: DCP makes one per save
-            begun = (one for one in threading.enumerate() if one not in self._before)
-            return self._dropped.is_set() or not any("Executor" in one.name for one in begun)
+        if thread is None:
+            # It is a thread of an executor, begun since the staging: DCP makes one per save.
+            newer = (one for one in threading.enumerate() if one not in self._earlier_threads)
+            return self._dropped.is_set() or not any("Executor" in one.name for one in newer)
         if not thread.is_alive() or thread is threading.current_thread():
             return True
         return not self._in_child and self._dropped.is_set()
 
     def has_lost_ranks(self) -> bool:
-        """Whether this thread runs the save, and its process group was destroyed."""
+        """Return whether this thread runs the save, and its process group was destroyed."""
         runs_here = self.thread is threading.current_thread()
         return runs_here and has_gone(self._group) and self._ranks > 1
 
@@ -83,7 +85,7 @@ class _BackgroundSave:
         if not wait_in_steps(self._has_ended_within, timeout_seconds, step_seconds=STEP_SECONDS):
             return False
         if self.thread is not None and self.thread is not threading.current_thread():
-            self.thread.join(_LAST_SECONDS)
+            self.thread.join(_LAST_SECONDS)  # so that it has freed the copy, for the next save
         return True
 
     def _has_ended_within(self, seconds: float | None) -> bool:
@@ -119,7 +121,7 @@ class KeptStager(StagesAtOnce):
             raise ConfigError(f"on_busy must be 'wait' or 'raise', got {on_busy!r}")
         self._on_busy = on_busy
         self._background: _BackgroundSave | None = None
-        self._staged: Staged | None = None  # an event that was not emitted yet
+        self._staged_event: Staged | None = None  # an event that was not emitted yet
 
     def stage(self, state_dict: Mapping[str, Any], **_: Any) -> StagedState:
         """Return a copy of the state in host memory. `dcp.async_save` calls it.
@@ -131,18 +133,18 @@ class KeptStager(StagesAtOnce):
                 this rank only. If ranks may differ in what is running,
                 `dcp_objstore.async_save` makes them agree.
         """
-        url = getattr(self, "checkpoint_id", None)
-        with plugin_errors(current_rank(), url):
+        url, rank = getattr(self, "checkpoint_id", None), current_rank()
+        with plugin_errors(rank, url):
             earlier = self._background
-            patience = _GRACE_SECONDS if self._on_busy == "raise" else None
-            if earlier is not None and not earlier.wait(patience):
+            patience_seconds = _GRACE_SECONDS if self._on_busy == "raise" else None
+            if earlier is not None and not earlier.wait(patience_seconds):
                 raise SaveInProgressError(
                     "an earlier save with this writer is still running in the background; wait for"
                     " its future, or use a second writer"
                 )
             began_at = time.monotonic()
             staged = stage(state_dict)
-            self._staged = staged_event(str(url), current_rank() or 0, staged.size_bytes, began_at)
+            self._staged_event = staged_event(str(url), rank or 0, staged.size_bytes, began_at)
             self._background = _BackgroundSave(staged)
             ready_for_program_end()
         return staged
@@ -154,9 +156,10 @@ class KeptStager(StagesAtOnce):
         """Free the memory that no save holds; the next save allocates it again."""
         staging_memory().release()
 
-    def _runs_here(self, *, in_child: bool = False) -> None:
+    def _note_thread(self, *, in_child: bool = False) -> None:
+        """Note that the save in the background, if there is one, runs in this thread."""
         if self._background is not None:
-            self._background.runs_here(in_child=in_child)
+            self._background.note_thread(in_child=in_child)
 
     def _wait_for_earlier(self) -> None:
         """Wait, at the first call of a save, until the save in the background has ended.
@@ -165,9 +168,10 @@ class KeptStager(StagesAtOnce):
         the background save in the same group.
         """
         background = self._background
-        if background is not None and background.staged_in is threading.current_thread():
+        # In another thread this call is one of the background save itself.
+        if background is not None and background.staging_thread is threading.current_thread():
             background.wait(None)
-        self._runs_here()
+        self._note_thread()
 
     def _check_ranks(self) -> None:
         """Refuse to save only this rank's part: without a process group DCP assumes one rank.
@@ -194,5 +198,6 @@ class KeptStager(StagesAtOnce):
 
 
 def _reduce_for_child(writer: KeptStager) -> Any:
-    writer._runs_here(in_child=True)
+    """Pickle a writer for a child process, to which the thread of the save sends it."""
+    writer._note_thread(in_child=True)
     return writer.__reduce_ex__(pickle.DEFAULT_PROTOCOL)

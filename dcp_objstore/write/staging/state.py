@@ -63,10 +63,10 @@ class StagedState(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         # `multiprocessing` sends the memory of a tensor to a child, but no attributes.
         state = dict(self)
-        return _received, (state, [*map(torch_private.own_sharding, _tensors(state))])
+        return _receive, (state, [*map(torch_private.own_sharding, _tensors(state))])
 
 
-def _received(state: dict[str, Any], sharding: list[Mapping[str, Any]]) -> dict[str, Any]:
+def _receive(state: dict[str, Any], sharding: list[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the state that a parent has staged, in the child that saves it."""
     for tensor, own in zip(_tensors(state), sharding, strict=True):
         vars(tensor).update(own)
@@ -90,6 +90,8 @@ class Staging:
 
     def __init__(self, state_dict: Mapping[str, Any], memory: StagingMemory) -> None:
         """Lay out the copy, copy what is not a tensor, and start the copies from devices."""
+        # All of these are by id. A leaf is a value in a container. A wrapper, such as a DTensor, is
+        # made of units, which are copied one by one; any other leaf is its only unit.
         leaves = {id(leaf): leaf for value in state_dict.values() for leaf in _leaves(value)}
         # The lists keep the parts of wrappers alive, and so their ids.
         made_of = {key: parts(leaf) for key, leaf in leaves.items() if type(leaf) not in _SCALARS}
@@ -108,15 +110,15 @@ class Staging:
         for key, tensor in tensors.items():
             copies[key] = copy_of(tensor, *places[key]) if key in places else _no_region(tensor)
         for key, of_leaf in made_of.items():
-            if key not in units:
-                made = iter([copies[id(unit)] for unit in of_leaf])
-                copies[key] = rebuilt(leaves[key], made)
+            if key not in units:  # a wrapper
+                copied_units = iter([copies[id(unit)] for unit in of_leaf])
+                copies[key] = rebuilt(leaves[key], copied_units)
         _keep_sharding(leaves, copies, state_dict)
         self.state = StagedState(
             (name, _rebuilt(value, copies)) for name, value in state_dict.items()
         )
         self.state.size_bytes = sum(region.size_bytes for region in regions)
-        # Keeps the tensors alive: their memory is read until `finish` has returned.
+        # Keeps the tensors alive, because their memory is read until `finish` has returned.
         self._sources = list(tensors.values())
 
     def _begin(self, regions: list[Region], memory: StagingMemory) -> None:
@@ -129,10 +131,10 @@ class Staging:
             on_devices.setdefault(region.device, []).append(region)
         for of, of_device in on_devices.items():
             lane = device.lane_of(of, "out")
-            if lane is None:
+            if lane is None:  # host memory, or a device without a queue of copies
                 self._host += of_device
             else:
-                lane.follow()  # wait for what training has queued so far
+                lane.follow()  # the copies come after what training has queued so far
                 self._tickets.append(lane.queue(partial(_copy_by_torch, of_device)))
 
     def finish(self) -> None:
@@ -176,7 +178,7 @@ def _copy_host(regions: list[Region]) -> dict[tuple[int, int], bytes]:
         The digests of the large contiguous tensors, by the address and size of the copy, as in
         `StagedState.digests`.
     """
-    pieces: list[tuple[Region, int, int]] = []
+    pieces: list[tuple[Region, int, int]] = []  # bytes `[start, end)` of a region
     for region in regions:
         for start in range(0, region.size_bytes, _COPY_BYTES):
             pieces.append((region, start, min(region.size_bytes, start + _COPY_BYTES)))
@@ -198,8 +200,9 @@ def _copy_host(regions: list[Region]) -> dict[tuple[int, int], bytes]:
         digests = [copy(piece) for piece in pieces]
     else:
         with DaemonPool(threads, "stage") as pool:
-            digests = [done.result() for done in [pool.submit(copy, piece) for piece in pieces]]
-    of_tensors: dict[tuple[int, int], bytes] = {}
+            futures = [pool.submit(copy, piece) for piece in pieces]
+            digests = [future.result() for future in futures]
+    of_tensors: dict[tuple[int, int], bytes] = {}  # by address and size
     for (region, _, _), of_piece in zip(pieces, digests, strict=True):
         if of_piece:
             place = region.address, region.size_bytes
@@ -244,7 +247,8 @@ def _rebuilt(value: Any, copies: Mapping[int, Any], *, is_item: bool = True) -> 
             try:
                 check_kind(value)
             except UnsupportedError as error:
-                # DCP asks it for its items when it plans the save, and then tells all ranks.
+                # DCP asks this one for its items when it plans the save. The error that it raises
+                # then reaches all ranks.
                 refused = torch.empty(0, device="cpu")
                 vars(refused)["__create_write_items__"] = partial(_refuse, error)
                 return refused
@@ -299,11 +303,12 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _refuse(error: UnsupportedError, key: str, _: object) -> NoReturn:
+    """Raise an error in place of making the write items of a tensor with this key."""
     raise error.at(key=key)
 
 
 def _is_copied_raw(unit: Any) -> bool:
-    """Whether a unit is a tensor whose memory is copied; others are deep-copied."""
+    """Return whether a unit is a tensor whose memory is copied; others are deep-copied."""
     if type(unit) not in PLAIN_TYPES or unit.layout != torch.strided:
         return False
     return not (unit.is_quantized or unit.is_nested)
