@@ -152,13 +152,13 @@ def claim_run(
         CheckpointCorruptError, UnsupportedError: `_CLAIM` or the marker of a step cannot be read.
             All steps that counted still do.
     """
-    known = read_claim(run)
-    if known:
-        last = known.record.number
+    stored = read_claim(run)
+    if stored:
+        last_number = stored.record.number
     else:
         # The run had no `_CLAIM`, or lost it: its markers, tombstones too, know the last number.
-        last = _latest_claim(_read_all(list_by_prefix(run), open_step, bare=True))
-    return _take(run, open_step, known, number=last + 1, clock=clock)
+        last_number = _latest_claim(_read_all(list_by_prefix(run), open_step, bare=True))
+    return _take(run, open_step, stored, number=last_number + 1, clock=clock)
 
 
 def go_back(
@@ -194,14 +194,14 @@ def go_back(
         CheckpointCorruptError, UnsupportedError: `_CLAIM` or the marker of a step that is kept
             cannot be read; this job has lost its claim.
     """
-    known = _require_own(run, read_claim(run, expected=True), number)
-    return _take(run, open_step, known, number=number + 1, keeps=keeps, decider=step, clock=clock)
+    stored = _require_own(run, read_claim(run, expected=True), number)
+    return _take(run, open_step, stored, number=number + 1, keeps=keeps, decider=step, clock=clock)
 
 
 def _take(
     run: ObjectStore,
     open_step: OpenBelow,
-    known: Stored[ClaimRecord] | None,
+    old_claim: Stored[ClaimRecord] | None,
     *,
     number: int,
     keeps: Callable[[str], bool] = lambda _: True,
@@ -211,8 +211,8 @@ def _take(
     """Claim the run with this number, or a later one, and adopt the steps that `keeps` names.
 
     Args:
-        known: `_CLAIM` as it was read, which the first PUT of it must find unchanged; None if there
-            was none.
+        old_claim: `_CLAIM` as it was read, which the first PUT of it must find unchanged; None if
+            there was none.
         keeps: returns whether a step, by its name, is adopted. Default: each one is.
         decider: if this job goes back to an earlier step, the name of the step whose commit decides
             and raises the base. Default: the claim itself raises it.
@@ -220,16 +220,17 @@ def _take(
     Returns:
         The number of the claim that this job has now.
     """
-    old = known.record if known else ClaimRecord(number=number, base=0, write_id=new_id())
+    first_claim = ClaimRecord(number=number, base=0, write_id=new_id())
+    old = old_claim.record if old_claim else first_claim
     tries = clock.tries()
 
     def put(version: Version | None, base: int, back: GoingBack | None) -> Version:
         """Put `_CLAIM` with `number` as it is now; return its new version, or raise."""
         record = ClaimRecord(number=number, base=base, going_back=back, write_id=new_id())
-        seen = _swap(run, record, version, clock).stored
-        if known and seen and _says_the_same(seen.record, known.record):
+        current = _swap(run, record, version, clock).stored
+        if old_claim and current and _says_the_same(current.record, old_claim.record):
             # The PUT was refused because the last job has noted since that it is finished.
-            _swap(run, record, seen.version, clock)
+            _swap(run, record, current.version, clock)
         again = read_claim(run, expected=True)
         if again is None or again.record.write_id != record.write_id:
             raise errors.SupersededError(
@@ -239,7 +240,7 @@ def _take(
             )
         return again.version
 
-    claim_version = put(known.version if known else None, old.base, old.going_back)
+    claim_version = put(old_claim.version if old_claim else None, old.base, old.going_back)
     base = _decide_base(open_step, old, number, tries)
     # This job may go back to save the step that the last one would have saved. Then the fence of
     # that step has this number, and only a later number tells the commit from the fence.
@@ -248,22 +249,22 @@ def _take(
         objects_at = list_by_prefix(run)
         steps = _read_all(objects_at, open_step, keeps=keeps)
         counting = [step for step in steps if counts(step.marker, base)]
-        kept = [step for step in counting if keeps(step.name)]
-        dropped = [step for step in counting if not keeps(step.name)]
+        kept_steps = [step for step in counting if keeps(step.name)]
+        dropped_steps = [step for step in counting if not keeps(step.name)]
         # Not below that of any step, above those of the dropped steps, so that they stop counting.
-        needed_number = max(_latest_claim(steps), _latest_claim(dropped) + 1, least_number)
+        needed_number = max(_latest_claim(steps), _latest_claim(dropped_steps) + 1, least_number)
         if needed_number > number:
             # `_CLAIM` still has our number, so no job of this run has a later one: a step with it
             # was copied here from another run.
             number = needed_number
             claim_version = put(claim_version, old.base, old.going_back)
         # List once more, because a listing may lack a step.
-        if _adopt(kept, number, clock) and step_names(list_by_prefix(run)) <= step_names(
+        if _adopt(kept_steps, number, clock) and step_names(list_by_prefix(run)) <= step_names(
             objects_at
         ):
             if decider:
                 put(claim_version, base, GoingBack(step=decider, claim=number))
-                _log_dropped(run, decider, dropped)
+                _log_dropped(run, decider, dropped_steps)
             else:
                 put(claim_version, number, None)
             return number
@@ -316,9 +317,9 @@ def _swap(
     )
 
 
-def _says_the_same(seen: ClaimRecord, known: ClaimRecord) -> bool:
+def _says_the_same(new: ClaimRecord, old: ClaimRecord) -> bool:
     """Return whether two records differ at most in `finished`, which no rule looks at."""
-    return (seen.number, seen.base, seen.going_back) == (known.number, known.base, known.going_back)
+    return (new.number, new.base, new.going_back) == (old.number, old.base, old.going_back)
 
 
 def _adopt(steps: Sequence[Entry], number: int, clock: Clock) -> bool:
@@ -486,8 +487,8 @@ def finish(run: ObjectStore, number: int, *, clock: Clock = SYSTEM_CLOCK) -> Non
         CommitUnknownError: no clear answer before the deadline; it is safe to call this again.
         CheckpointCorruptError, UnsupportedError: `_CLAIM` cannot be read.
     """
-    known = _require_own(run, read_claim(run, expected=True), number)
-    record = msgspec.structs.replace(known.record, finished=True, write_id=new_id())
-    outcome = _swap(run, record, known.version, clock)
+    stored = _require_own(run, read_claim(run, expected=True), number)
+    record = msgspec.structs.replace(stored.record, finished=True, write_id=new_id())
+    outcome = _swap(run, record, stored.version, clock)
     if not outcome.landed:
         _require_own(run, outcome.stored, number)

@@ -350,7 +350,7 @@ def commit_checkpoint(
             landed=lambda seen: seen.knows(commit_id),
             fenced=fenced,
         )
-        stored = outcome.stored  # None if the store's answer to the PUT was clear
+        stored = outcome.stored  # None if the answer to the PUT was clear, or there is no marker
         if outcome.landed:
             superseded = stored is not None and not still_stands(stored, commit_id)
             return CommitResult(

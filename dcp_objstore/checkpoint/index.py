@@ -454,7 +454,7 @@ def decode(body: bytes) -> Index:
     _check_items(index)
     _check_digests(index)
     _refuse_bad(
-        index, columns.pickled > 1, lambda at: f"the flag {columns.pickled[at]}, not 0 or 1"
+        index, columns.pickled > 1, lambda row: f"the flag {columns.pickled[row]}, not 0 or 1"
     )
     for group in index.groups():
         _check_chunks(index, group)
@@ -464,12 +464,13 @@ def decode(body: bytes) -> Index:
 def _refuse_newer(body: bytes) -> None:
     """Raise UnsupportedError if a body that cannot be read begins with a later format number."""
     try:
-        first = msgspec.msgpack.decode(body)
+        fields = msgspec.msgpack.decode(body)
     except _UNREADABLE:
         return
-    if isinstance(first, list) and first and type(first[0]) is int and first[0] > FORMAT:
+    # In every format the first field is its number.
+    if isinstance(fields, list) and fields and type(fields[0]) is int and fields[0] > FORMAT:
         raise UnsupportedError(
-            f"the checkpoint has index format {first[0]}, dcp_objstore here reads up to {FORMAT}",
+            f"the checkpoint has index format {fields[0]}, dcp_objstore here reads up to {FORMAT}",
             advice="upgrade dcp_objstore to load it",
         )
 
@@ -488,6 +489,7 @@ def _column(name: str, body: bytes, count: int) -> Column:
 
 
 def _check_object(entry: ObjectEntry) -> None:
+    """Check the key, size and framing digest of a data object."""
     check_object_key(entry.key)
     if not 0 <= entry.size_bytes <= _MAX_SIZE:
         raise CheckpointCorruptError(
@@ -499,6 +501,7 @@ def _check_object(entry: ObjectEntry) -> None:
 
 
 def _check_tensor(tensor: Tensor) -> None:
+    """Check that the extents of a tensor can be, and that its number of elements fits 63 bits."""
     shape, key = tensor.shape, tensor.key
     if len(shape) > _MAX_DIMENSIONS or any(length < 0 for length in (*shape, tensor.chunk_count)):
         raise CheckpointCorruptError(
@@ -525,10 +528,10 @@ def _refuse_bad(
     """
     if not bad.any():
         return
-    at = int(bad.argmax())
-    row = at if rows is None else int(rows[at])
+    position = int(bad.argmax())
+    row = position if rows is None else int(rows[position])
     key = next(key for key in (*index.tensors, *index.blobs) if row in index.rows(key))
-    raise CheckpointCorruptError(f"the index has {what(at)}", key=key)
+    raise CheckpointCorruptError(f"the index has {what(position)}", key=key)
 
 
 # No sum or product in the checks below overflows: a number is compared with what is left of its
@@ -541,7 +544,7 @@ def _check_items(index: Index) -> None:
     _refuse_bad(
         index,
         columns.object_number >= count,
-        lambda at: f"an item in object number {columns.object_number[at]} of {count}",
+        lambda row: f"an item in object number {columns.object_number[row]} of {count}",
     )
     sizes = np.array([entry.size_bytes for entry in index.objects], dtype=np.uint64)
     size = sizes[columns.object_number]
@@ -553,10 +556,10 @@ def _check_items(index: Index) -> None:
     _refuse_bad(
         index,
         outside,
-        lambda at: (
-            f"an item at byte {columns.offset[at]}, of {columns.lead[at]} +"
-            f" {columns.payload_length[at]} + {columns.trail[at]} bytes, in an object of"
-            f" {size[at]} bytes"
+        lambda row: (
+            f"an item at byte {columns.offset[row]}, of {columns.lead[row]} +"
+            f" {columns.payload_length[row]} + {columns.trail[row]} bytes, in an object of"
+            f" {size[row]} bytes"
         ),
     )
     end = size - remaining
@@ -581,7 +584,7 @@ def _check_digests(index: Index) -> None:
     _refuse_bad(
         index,
         needed > count,
-        lambda at: f"{count} digests for {index.columns.payload_length[at]} bytes of payload",
+        lambda row: f"{count} digests for {index.columns.payload_length[row]} bytes of payload",
     )
     if rest or int(needed.sum()) != count:
         raise CheckpointCorruptError(

@@ -68,7 +68,7 @@ def publish_dot_metadata(
     body: bytes,
     *,
     tries: Tries,
-    seen: Precondition | None = None,
+    condition: Precondition | None = None,
     fenced: bool = True,
 ) -> bool:
     """Write `.metadata` for stock torch readers, while `commit_id` is the current commit (rule 6).
@@ -79,8 +79,8 @@ def publish_dot_metadata(
     Args:
         commit_id: the commit that `body` describes.
         tries: bounds when a PUT may start.
-        seen: the condition that `.metadata` is as the save saw it: `dot_metadata` of the commit's
-            result. Then the commit has just checked the marker. Default: this call reads both.
+        condition: that `.metadata` is as the save saw it: `dot_metadata` of the commit's result.
+            Then the commit has just checked the marker. Default: this call reads both.
         fenced: False on a store without conditional writes (rule 11 of `commit`).
 
     Returns:
@@ -93,17 +93,19 @@ def publish_dot_metadata(
     """
     may_have_landed = False  # a PUT of this call that was not answered may have taken effect
     while True:
-        if seen is None:
-            seen = if_metadata_unchanged(store)
+        if condition is None:
+            condition = if_metadata_unchanged(store)
             stored = read_marker(store)
             if not still_stands(stored, commit_id):
                 if may_have_landed:
                     _remove_if_deleted(store, stored)
                 return False
         try:
-            store.put(DOT_METADATA_KEY, body, precondition=seen if fenced else None, retry=False)
+            store.put(
+                DOT_METADATA_KEY, body, precondition=condition if fenced else None, retry=False
+            )
         except (StoreUnavailableError, LostRaceError, ObjectNotFoundError) as error:
-            may_have_landed, seen = True, None  # read both before the next try
+            may_have_landed, condition = True, None  # read both before the next try
             if not tries.pause():
                 raise RetryableError(
                     f"'.metadata' could not be written before the deadline (last answer: {error});"

@@ -72,7 +72,9 @@ def repair(
     """
     tries = clock.tries()
     finished = False
-    while (stored := read_marker(store)) is not None and stored.record.state == "deleting":
+    stored = read_marker(store)
+    # In a loop, because the deletion of a later commit may have begun since.
+    while stored is not None and stored.record.state == "deleting":
         finished = True
         if dry_run:
             return RepairReport(
@@ -84,6 +86,7 @@ def repair(
                 dry_run=True,
             )
         finish_deleting(store, stored.record.commit_id, tries)
+        stored = read_marker(store)
     if stored is None:
         raise not_committed(store, stored)
     aligned = align_dot_metadata(store, stored, dot_metadata, tries=tries, dry_run=dry_run)

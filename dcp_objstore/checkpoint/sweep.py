@@ -248,21 +248,21 @@ def plan_sweep(
         grace_seconds: the age from which an object is old.
     """
     oldest_kept = now - timedelta(seconds=grace_seconds)
-    here = [meta for meta in listing if "/" not in meta.key]
-    unnamed = [meta for meta in here if is_ours(meta.key) and meta.key not in named]
+    metas = [meta for meta in listing if "/" not in meta.key]
+    unnamed = [meta for meta in metas if is_ours(meta.key) and meta.key not in named]
     candidates = [meta for meta in unnamed if meta.last_modified < oldest_kept]
-    short_lived = [meta for meta in here if is_beacon_key(meta.key) or is_probe_key(meta.key)]
+    short_lived = [meta for meta in metas if is_beacon_key(meta.key) or is_probe_key(meta.key)]
     # A young beacon shows a save that may have no objects yet. A young probe shows a job that is
     # about to save or to sweep.
     young = tuple(meta for meta in (*unnamed, *short_lived) if meta.last_modified >= oldest_kept)
     # Of data objects, which alone are uploaded in parts; on `file://` of every object, because a
     # crash there may leave any object half written.
-    ours = [upload for upload in uploads if is_upload_key(upload.key)]
-    uploads_young = tuple(upload for upload in ours if upload.initiated >= oldest_kept)
+    our_uploads = [upload for upload in uploads if is_upload_key(upload.key)]
+    uploads_young = tuple(upload for upload in our_uploads if upload.initiated >= oldest_kept)
     known_keys = {MARKER_KEY, DOT_METADATA_KEY, CLAIM_KEY, *named}
     outcome: SweepOutcome = "waiting"
     reason = None
-    if marker_written_at is None and any(meta.key == DOT_METADATA_KEY for meta in here):
+    if marker_written_at is None and any(meta.key == DOT_METADATA_KEY for meta in metas):
         outcome = "foreign"
         reason = (
             "there is a '.metadata' without a marker: another library's checkpoint, or one whose"
@@ -287,11 +287,11 @@ def plan_sweep(
         young=young,
         unknown=tuple(
             meta.key
-            for meta in here
+            for meta in metas
             if not is_ours(meta.key) and meta not in short_lived and meta.key not in known_keys
         ),
         short_lived=tuple(meta for meta in short_lived if meta.last_modified < oldest_kept),
-        uploads=tuple(upload for upload in ours if upload.initiated < oldest_kept),
+        uploads=tuple(upload for upload in our_uploads if upload.initiated < oldest_kept),
         uploads_young=uploads_young,
     )
 

@@ -146,8 +146,8 @@ class AsyncSaveHandle:
         self._outlived = False  # whether the program ended before the save
 
     def __repr__(self) -> str:
-        state = "running" if not self.done() else "failed" if self._error else "done"
-        return f"<AsyncSaveHandle {self.url} {state}>"
+        outcome = "failed" if self._error else "done"
+        return f"<AsyncSaveHandle {self.url} {outcome if self.done() else 'running'}>"
 
     def staged(self, timeout: float | None = None) -> None:
         """Wait until the state was copied, after which training may change it.
@@ -419,9 +419,9 @@ class _StagedSave:
         self._group = group
         self._planner = planner
         self._staging: Staging | None = None
-        self._error: DcpObjstoreError | None = None
-        self._interrupt: BaseException | None = None
-        self._once = threading.Lock()
+        self._error: DcpObjstoreError | None = None  # of the staging; `_save` raises it
+        self._interrupt: BaseException | None = None  # such as Ctrl-C during the staging
+        self._once = threading.Lock()  # held from the first call of `run` on
 
     def begin_staging(self, state: Mapping[str, Any]) -> None:
         """Allocate memory and start the copies from devices. `run` raises what fails here."""
@@ -469,20 +469,20 @@ class _StagedSave:
         """Run the save, unless another thread does; all ranks raise the error, if there is one."""
         if not self._once.acquire(blocking=False):
             return  # Ctrl-C came as the thread was started, and both call this
-        report, failed = None, None
+        report, save_error = None, None
         self.handle._thread = threading.current_thread()
         try:
             self._keep_error(error)
             report = self._save()
         except BaseException as raised:  # noqa: BLE001 - raised by `result` and the next async_save
-            failed = raised
+            save_error = raised
             log_failure(self.handle.url, raised)
             # The frames hold the copy of the state, whose memory the next save needs.
             drop_state(raised)
         finally:
             # Before the save counts as ended, so that its memory is free for the next save.
             self._staging = None
-            self.handle._end(report, failed)
+            self.handle._end(report, save_error)
 
     def _save(self) -> SaveReport:
         """Save the copy; if it could not be made, raise that error on all ranks."""
@@ -507,12 +507,12 @@ def _begin_after_earlier(
     """
     saves = _saves.here
     while True:
-        earlier, failed = background.latest, None
+        earlier, error = background.latest, None
         if earlier is not None and on_busy == "wait":
-            _, failed = capture(earlier._wait)
+            _, error = capture(earlier._wait)
         objection = _objection(earlier, handle.url)
         try:
-            raise_on_all(failed or objection, handle.url, group, _EVERY_RANK)
+            raise_on_all(error or objection, handle.url, group, _EVERY_RANK)
         except SaveInProgressError:
             raise  # the earlier save has not failed
         except DcpObjstoreError:

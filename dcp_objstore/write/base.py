@@ -334,7 +334,7 @@ def find_unchanged(
     """
     assert base.index is not None
     outbound = Outbound(part_plan, config, lambda: None)
-    same: list[_BaseItem] = []
+    unchanged_items: list[_BaseItem] = []
     waiting: deque[tuple[_BaseItem, Future[bool]]] = deque()  # comparisons that a thread makes
 
     def compare(candidate: _BaseItem) -> bool | Future[bool]:
@@ -347,8 +347,8 @@ def find_unchanged(
             return False
         if (constant_name(payload.dtype), payload.nbytes) != (candidate.dtype, size_bytes):
             return False
-        if known := known_digests.get((payload.data_ptr(), size_bytes)):
-            return known == digests
+        if staged_digests := known_digests.get((payload.data_ptr(), size_bytes)):
+            return staged_digests == digests
         if payload.is_cpu and size_bytes <= SMALL_BYTES:
             return small_digest(tensor_frame.small_payload(payload, size_bytes)) == digests
         copied = outbound.slices(payload)  # None for host memory
@@ -361,7 +361,7 @@ def find_unchanged(
         """Wait for the comparison that was begun first."""
         candidate, is_same = waiting.popleft()
         if result_of(is_same):
-            same.append(candidate)
+            unchanged_items.append(candidate)
 
     with DaemonPool(config.hash_threads, "hash") as hashers:
         for candidate in _candidates(base.index, items):
@@ -370,20 +370,20 @@ def find_unchanged(
                 if isinstance(is_same, Future):
                     waiting.append((candidate, is_same))
                 elif is_same:
-                    same.append(candidate)
+                    unchanged_items.append(candidate)
             if len(waiting) > 2 * config.hash_threads:
                 take_first()
         while waiting:
             take_first()
     most_bytes = config.max_object_size_bytes
-    runs, refused = _runs(base.index, same, sys.maxsize if whole_only else most_bytes)
+    runs, refused = _runs(base.index, unchanged_items, sys.maxsize if whole_only else most_bytes)
     long = [run for run in runs if run.size_bytes >= LEAST_PART_BYTES]
     objects: Iterable[Sequence[_Run]] = _shares(long, most_bytes)
     if whole_only:
         objects = [[run] for run in long if run.is_whole]
     return Unchanged(
         base,
-        items={unchanged.item.index for unchanged in same},
+        items={unchanged.item.index for unchanged in unchanged_items},
         objects=list(objects),
         refused=refused,
         whole_only=whole_only,
@@ -427,18 +427,18 @@ def _have_digests(
     digests_of: Callable[[ByteArray], bytes],
 ) -> bool:
     """Return whether all blocks have these digests; stop at the first that has not."""
-    at = 0
+    position = 0
     for piece in pieces:
         for start in range(0, piece.nbytes, BLOCK_SIZE_BYTES):
             digest = digests_of(piece[start : start + BLOCK_SIZE_BYTES])
-            if digest != digests[at : at + DIGEST_SIZE_BYTES]:
+            if digest != digests[position : position + DIGEST_SIZE_BYTES]:
                 return False
-            at += DIGEST_SIZE_BYTES
+            position += DIGEST_SIZE_BYTES
     return True
 
 
 def _runs(
-    index: ix.Index, same: Iterable[_BaseItem], most_bytes: int
+    index: ix.Index, unchanged_items: Iterable[_BaseItem], most_bytes: int
 ) -> tuple[list[_Run], list[_NotCopied]]:
     """Join unchanged items that follow one another in an object of the base.
 
@@ -449,7 +449,7 @@ def _runs(
     """
     runs: list[_Run] = []
     refused: list[_NotCopied] = []
-    unchanged_at = {unchanged.row: unchanged for unchanged in same}
+    unchanged_at = {unchanged.row: unchanged for unchanged in unchanged_items}
     object_numbers = index.columns.object_number
     for number in {item.stored.object_number for item in unchanged_at.values()}:
         rows = np.flatnonzero(object_numbers == number)
@@ -507,11 +507,11 @@ def _framing(index: ix.Index, entry: ix.ObjectEntry, rows: Sequence[int]) -> lis
     """
     kinds: dict[int, _Kind] = {}
     for group in index.groups():
-        for at in np.flatnonzero(np.isin(group.rows, rows)).tolist():
-            dtype = known_dtype(group.tensors[group.owner[at]].dtype)
+        for position in np.flatnonzero(np.isin(group.rows, rows)).tolist():
+            dtype = known_dtype(group.tensors[group.owner[position]].dtype)
             if dtype is None:
                 return None
-            kinds[int(group.rows[at])] = _Kind(dtype, tuple(group.sizes[at].tolist()))
+            kinds[int(group.rows[position])] = _Kind(dtype, tuple(group.sizes[position].tolist()))
     options = tensor_frame.save_options()
     framing: list[_Framing] = []
     digest, end = xxhash.xxh3_128(), 0

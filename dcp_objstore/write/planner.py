@@ -189,7 +189,7 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         self._local_plan: LocalPlan | None = None
         self._planned: PlannedIndex | None = None
         self._layouts: _Layouts = {}
-        self._known_layout: _KnownLayout | None = None
+        self._known_layout: _KnownLayout | None = None  # if all ranks have agreed on it
         # Errors of `take` and `agree`, of which `create_local_plan` raises the latest. In a list,
         # because a local variable would make a reference cycle of the error and its frame.
         self._postponed: list[BaseException] = []
@@ -220,21 +220,21 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         Call `take` before. Warn of plain values that are not the same on all ranks.
         """
         self._layouts = _layouts_alone if group is None else _layouts.setdefault(group, {})
-        seen = SeenValues() if group is None else _seen.setdefault(group, SeenValues())
+        seen_values = SeenValues() if group is None else _seen.setdefault(group, SeenValues())
         layout = None if self._local_plan is None else self._layouts.get(self._local_plan)
         values: dict[str, Any] = {}  # plain values of this rank
         digest: bytes | None = None
         if group is not None and self._local_plan is not None:
             with self._postponed_errors():  # Ctrl-C, too: the other ranks wait below
-                values = seen.compared(self.state_dict)
-                digest = seen.digest(values)
+                values = seen_values.compared(self.state_dict)
+                digest = seen_values.digest(values)
         of_ranks = from_all((None if layout is None else layout.number, digest), self._url, group)
         numbers, digests = ({*column} for column in zip(*of_ranks, strict=True))
         if len(numbers) == 1:  # the same number on all ranks; or None, then so is `layout`
             self._known_layout = layout
         if len(digests) > 1 and None not in digests:
-            failed = seen.compare(values, self._url, group)
-            self._postponed += [] if failed is None else [failed]
+            error = seen_values.compare(values, self._url, group)
+            self._postponed += [] if error is None else [error]
 
     @contextmanager
     def _postponed_errors(self) -> Iterator[None]:

@@ -311,10 +311,10 @@ def _unreported(planned: PlannedIndex, row: int) -> RankFailedError:
     )
 
 
-def incomplete(key: str, held: int, wanted: int) -> StateMismatchError:
+def incomplete(key: str, saved_elements: int, elements: int) -> StateMismatchError:
     """Return the error for a tensor of which elements are missing."""
     return StateMismatchError(
-        f"the ranks that save hold only {held} of this tensor's {wanted} elements",
+        f"the ranks that save hold only {saved_elements} of this tensor's {elements} elements",
         advice="call save on all ranks that it is sharded over",
         key=key,
     )

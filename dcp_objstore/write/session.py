@@ -213,7 +213,7 @@ def _publish(
             committed.commit_id,
             encode_metadata(index),
             tries=clock.tries(),
-            seen=committed.dot_metadata,
+            condition=committed.dot_metadata,
             fenced=save.fenced,
         )
     except Exception as error:  # noqa: BLE001 - whatever it is, the save has succeeded

@@ -264,14 +264,15 @@ def _groups(
     # Most saves have no base. For them nothing is looked up, because the hash of an index costs as
     # much as a tenth of the item.
     uploads = [sized for sized in order if sized.item.index not in copied] if copied else order
-    same: deque[SizedItem] = deque()
-    changed: deque[SizedItem] = deque()
+    unchanged_items: deque[SizedItem] = deque()
+    changed_items: deque[SizedItem] = deque()
     if unchanged.whole_only:
         for sized in uploads:
-            (same if sized.item.index in unchanged.items else changed).append(sized)
-    if sum(sized.size_bytes for sized in same) < LEAST_PART_BYTES:
+            is_unchanged = sized.item.index in unchanged.items
+            (unchanged_items if is_unchanged else changed_items).append(sized)
+    if sum(sized.size_bytes for sized in unchanged_items) < LEAST_PART_BYTES:
         return [deque(uploads)]
-    return [group for group in (changed, same) if group]
+    return [group for group in (changed_items, unchanged_items) if group]
 
 
 def _check_changed(store: ObjectStore, object_key: str, changed: Sequence[ChangedSlice]) -> None:

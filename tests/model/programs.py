@@ -134,7 +134,7 @@ def saver(
         def publish() -> None:
             with suppress(DcpObjstoreError):  # it is committed all the same
                 seen, tries = done.dot_metadata, settings["clock"].tries()
-                publish_dot_metadata(store, done.commit_id, body, seen=seen, tries=tries)
+                publish_dot_metadata(store, done.commit_id, body, condition=seen, tries=tries)
 
         workers.concurrently(partial(commits.remove_beacon, store, token.beacon), publish)
         return Answer(SUCCESS, actor, done.commit_id)

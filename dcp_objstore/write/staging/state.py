@@ -187,6 +187,7 @@ def _copy_host(regions: list[Region]) -> dict[tuple[int, int], bytes]:
     step_bytes = min(_CACHED_BYTES * max(1, threads), BLOCK_SIZE_BYTES)
 
     def copy(piece: tuple[Region, int, int]) -> bytes:
+        """Copy a piece; return its digests if it is part of a large contiguous tensor."""
         region, start, end = piece
         assert region.storage is not None
         assert region.array is not None
@@ -278,9 +279,9 @@ def _keep_sharding(
     for tensor in tensors:
         for attribute, value in torch_private.own_sharding(tensor).items():
             copied = copies[id(tensor)]
-            kept = copy.deepcopy(value, copies)
+            value_of_copy = copy.deepcopy(value, copies)
             # A function cannot be copied, and knows only the tensor that it was made for.
-            if attribute == "__get_tensor_shard__" and kept is value:
+            if attribute == "__get_tensor_shard__" and value_of_copy is value:
                 raise UnsupportedError(
                     f"a tensor of shape {tuple(tensor.shape)} is not copied with its {attribute}",
                     advice="set a functools.partial in its place, or save with dcp_objstore.save",
@@ -290,7 +291,7 @@ def _keep_sharding(
                         if any(part is tensor for part in _tensors(value))
                     ),
                 )
-            setattr(copied, attribute, kept)
+            setattr(copied, attribute, value_of_copy)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
