@@ -428,8 +428,8 @@ class _StagedSave:
         self._began_at = time.monotonic()
 
         def begin() -> Staging:
-            # What this imports for the first time would be locked for ever in a child that is
-            # forked while the saving thread imports it.
+            # It imports the store's library. If the saving thread did that, a child that is forked
+            # during the import could never import it.
             self._writer._target.spec.open()
             converted = self._writer._note_left_out(ConvertedState(state, loading=False))
             return Staging(converted.state_dict, staging_memory())

@@ -312,31 +312,32 @@ def _deduplicated(state: _State, table: _Table) -> _Rows:
     differs = is_repeated & ~is_empty[order]
     differs[1:] &= (sizes[1:] != sizes[:-1]).any(axis=1)
     if differs.any():
-        at = int(np.argmax(differs))
-        one, other = order[at - 1], order[at]
+        position = int(np.argmax(differs))
+        item, other = order[position - 1], order[position]
         raise StateMismatchError(
-            f"rank {table.rank[one]} has {_box(table, one)} of this tensor, and rank"
+            f"rank {table.rank[item]} has {_box(table, item)} of this tensor, and rank"
             f" {table.rank[other]} {_box(table, other)}",
             advice="each rank must know the same sharding",
-            key=state.keys[tensor[at]],
+            key=state.keys[tensor[position]],
         )
     firsts = np.flatnonzero(~is_repeated)
     # For each chunk the item that is written; until they are shared out, that of the first rank.
     chosen = order[firsts]
-    counts = np.diff(firsts, append=len(order))
+    counts = np.diff(firsts, append=len(order))  # how many ranks have each chunk
     # Large items that several ranks have go to the one with the fewest bytes until then.
     is_shared = (counts > 1) & (table.is_shard[chosen] | (table.size_bytes[chosen] > _TINY_BYTES))
     unshared = chosen[~is_shared]
     loads = np.zeros(len(table.counts), np.int64)  # the bytes of each rank
     np.add.at(loads, table.rank[unshared], table.size_bytes[unshared])
     shared = np.flatnonzero(is_shared)
-    for at in shared[np.argsort(-table.size_bytes[chosen[shared]])].tolist():
-        candidates = order[firsts[at] : firsts[at] + counts[at]]
+    for chunk in shared[np.argsort(-table.size_bytes[chosen[shared]])].tolist():
+        candidates = order[firsts[chunk] : firsts[chunk] + counts[chunk]]
+        # An empty item at the same offset cannot stand for one with elements.
         if not is_empty[candidates[0]]:
             candidates = candidates[~is_empty[candidates]]
         least_loaded = candidates[np.argmin(loads[table.rank[candidates]])]
         loads[table.rank[least_loaded]] += table.size_bytes[least_loaded]
-        chosen[at] = least_loaded
+        chosen[chunk] = least_loaded
     return _Rows(chosen, tensor[firsts], table)
 
 
@@ -357,12 +358,12 @@ def _check_boxes(state: _State, rows: _Rows) -> None:
     offsets, sizes = table.offsets[rows.item], table.sizes[rows.item]
     outside = (offsets < 0) | (sizes < 0) | (offsets + sizes > shapes[rows.tensor])
     if outside.any():
-        at = int(np.argmax(outside.any(axis=1)))
-        item, kind = rows.item[at], state.kinds[rows.tensor[at]]
+        position = int(np.argmax(outside.any(axis=1)))
+        item, number = rows.item[position], rows.tensor[position]
         raise StateMismatchError(
             f"rank {table.rank[item]} has {_box(table, item)}, which is outside of"
-            f" {_described(kind)}",
-            key=state.keys[rows.tensor[at]],
+            f" {_described(state.kinds[number])}",
+            key=state.keys[number],
         )
     elements = table.elements[rows.item]
     saved_elements = np.zeros(len(state.keys), np.int64)
@@ -373,15 +374,15 @@ def _check_boxes(state: _State, rows: _Rows) -> None:
     for number in _may_overlap(rows.tensor, offsets, sizes):
         boxes = np.flatnonzero((rows.tensor == number) & (elements > 0))
         low, high = offsets[boxes], offsets[boxes] + sizes[boxes]
-        for at in range(len(boxes)):
+        items = rows.item[boxes]
+        for at, item in enumerate(items):  # each box is compared with all boxes after it
             # Boxes overlap if they do so in every dimension that the tensor has (`used`).
             overlaps = (low[at] < high[at + 1 :]) & (low[at + 1 :] < high[at])
-            used = table.used[rows.item[boxes[at]]]
-            overlapping = np.flatnonzero(overlaps[:, used].all(axis=1))
+            overlapping = np.flatnonzero(overlaps[:, table.used[item]].all(axis=1))
             if len(overlapping):
-                one, other = rows.item[boxes[at]], rows.item[boxes[at + 1 + overlapping[0]]]
+                other = items[at + 1 + overlapping[0]]
                 raise StateMismatchError(
-                    f"rank {table.rank[one]} has {_box(table, one)} of this tensor, and rank"
+                    f"rank {table.rank[item]} has {_box(table, item)} of this tensor, and rank"
                     f" {table.rank[other]} {_box(table, other)}, which overlap",
                     key=state.keys[number],
                 )

@@ -212,6 +212,7 @@ class Layout:
     _framing: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
     # Framing and small payloads that were not yielded yet.
     _gathered: bytearray = field(default_factory=bytearray)
+    # The settings of `torch.save` that frames depend on.
     _options: tuple[object, ...] = field(default_factory=tensor_frame.save_options)
     # Classes of tensors that `on_value` need not see: plain ones, and those that it has seen.
     _seen_types: set[type] = field(default_factory=lambda: set(tensor_frame.PLAIN_TYPES))

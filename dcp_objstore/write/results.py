@@ -178,6 +178,9 @@ def build_index(
 ) -> tuple[ix.Index, list[StoredObject]]:
     """Build the index of a checkpoint whose data all ranks have uploaded.
 
+    Returns:
+        The index, and the objects of all ranks, in its order.
+
     Raises:
         UnsupportedError: a planner converted parts of one tensor to different dtypes.
         RankFailedError: no rank reported an item of the plan.
