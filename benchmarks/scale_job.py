@@ -53,7 +53,7 @@ _PAGE = 1000  # keys in one answer to a LIST
 _IN_FINISH = (
     (writer_module, "build_index", "build_index"),
     (session_module, "_read_back", "encode_index"),
-    (session_module, "_commit_noted", "commit"),
+    (session_module, "_commit_with_events", "commit"),
     (session_module, "_publish", "dot_metadata"),
 )
 

@@ -130,15 +130,16 @@ def delete(
     # Without a grace period the age does not matter: the store's clock may be ahead of this host's,
     # so that it is negative.
     grace_is_over = not grace_seconds or age_seconds >= grace_seconds
-    # Before the marker changes: afterwards a sweep may remove the index at any time.
+    # Read before the marker changes, because afterwards a sweep may remove the index at any time.
+    # None: the index cannot be read.
     keys = _own_keys(store, marker) if grace_is_over else ()
     if marker.state == "deleted" and not keys:
         # Nothing is left, the grace period is not over, or the index cannot be read.
         raise not_committed(store, stored)
-    resumed = marker.state != "committed"
+    was_begun = marker.state != "committed"
     superseded = False
     if not dry_run:
-        if not resumed:
+        if not was_begun:
             _begin_deleting(store, stored, claim, tries)
         superseded = finish_deleting(store, marker.commit_id, tries)
         _remove(store, keys or ())
@@ -148,7 +149,7 @@ def delete(
         objects=marker.counts.objects,
         total_bytes=marker.counts.total_bytes,
         removed_objects=len(keys or ()),
-        finished=resumed,
+        finished=was_begun,
         superseded=superseded,
         index_damaged=keys is None,
         dry_run=dry_run,

@@ -40,7 +40,7 @@ _LOCAL_SCHEMES = ("file", "memory")
 
 _Bucket: TypeAlias = tuple[str, str, str]  # scheme, endpoint and name, from `bucket_of`
 # By bucket and by what the adapter claims: two adapters may claim different things of one bucket.
-_known: dict[tuple[_Bucket, Capabilities], Capabilities] = {}
+_results: dict[tuple[_Bucket, Capabilities], Capabilities] = {}
 
 
 def probe(
@@ -155,18 +155,18 @@ def can_rewrite(store: ObjectStore) -> bool:
 def if_version(store: ObjectStore, version: Version) -> IfVersion:
     """Return the condition that an object is in a state, in the form that `probe` has found."""
     claims = store.capabilities  # they are believed as long as nobody has probed
-    return _known.get((bucket_of(store), claims), claims).if_version(version)
+    return _results.get((bucket_of(store), claims), claims).if_version(version)
 
 
 def probed(store: ObjectStore, clock: Clock = SYSTEM_CLOCK) -> Capabilities:
     """Return the result of `probe`, which is sent once per process and bucket."""
     bucket = bucket_of(store)
     claims = store.capabilities
-    capabilities = _known.get((bucket, claims))
+    capabilities = _results.get((bucket, claims))
     if capabilities is None:
         # No lock is needed: two threads that probe together find the same.
         capabilities = probe(store, clock=clock)
-        _known[bucket, claims] = capabilities
+        _results[bucket, claims] = capabilities
     return capabilities
 
 
@@ -184,7 +184,7 @@ def bucket_of(store: ObjectStore) -> _Bucket:
 
 def forget() -> None:
     """Forget the results of all probes, as in a new process."""
-    _known.clear()
+    _results.clear()
 
 
 def _probe_once(store: ObjectStore, tries: Tries) -> Capabilities:

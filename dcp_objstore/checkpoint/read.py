@@ -294,9 +294,10 @@ def explain_keys(url: str, keys: Collection[str]) -> str:
         return f"a save began here but was never committed: {why}; load another checkpoint"
     if DOT_METADATA_KEY not in keys and any(map(_is_weights, keys)):
         return f"there is no checkpoint here, but a folder of safetensors: {_WEIGHTS_ADVICE}"
-    below = max((key for key in keys if key.endswith(f"/{MARKER_KEY}")), default="")
-    if below:
-        nearest = f"{url.rstrip('/')}/{below}".removesuffix(f"/{MARKER_KEY}")
+    # Of several, the last by name, which in a run is most often the newest.
+    marker_below = max((key for key in keys if key.endswith(f"/{MARKER_KEY}")), default="")
+    if marker_below:
+        nearest = f"{url.rstrip('/')}/{marker_below}".removesuffix(f"/{MARKER_KEY}")
         return f"there is no checkpoint here, but there is one below, for example {nearest}"
     text = "there is no checkpoint here, only other objects"
     torch_files = [key for key in keys if "/" not in key and key.endswith(TORCH_SUFFIXES)]

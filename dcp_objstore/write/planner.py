@@ -52,7 +52,7 @@ class WriteItems:
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, _KnownItems] = {}
+        self._known_items: dict[str, _KnownItems] = {}
 
     def of(self, state_dict: Mapping[str, Any], *, is_coordinator: bool) -> list[WriteItem]:
         """Return the items that `create_default_local_save_plan` makes of a flat, staged state.
@@ -66,12 +66,12 @@ class WriteItems:
             if signature is None:
                 items += _write_items(key, value, is_coordinator)
                 continue
-            of_key = self._known.get(key)
+            of_key = self._known_items.get(key)
             if of_key is None or of_key.signature != signature:
                 of_key = _KnownItems(signature, _write_items(key, value, is_coordinator))
             latest[key] = of_key
             items += of_key.items
-        self._known = latest
+        self._known_items = latest
         return items
 
 

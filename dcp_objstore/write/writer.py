@@ -212,7 +212,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         Raises:
             ConfigError: the writer was made with another URL and has saved nothing yet.
         """
-        # First, because DCP calls this from the thread of the save, even if the URL is refused.
+        # First, so that the thread of the save is known even if the URL is refused below.
         self._note_thread()
         if checkpoint_id is not None:
             self._target.aim(checkpoint_id)  # type: ignore[arg-type]  # StoreSpec checks it
