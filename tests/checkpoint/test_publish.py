@@ -76,7 +76,7 @@ def test_it_costs_two_requests_if_it_is_what_the_save_saw(store):
     save(store)
     token = commits.take_begin_token(store, overwrite=True)
     done = finish(store, token, upload(store))
-    assert publish(store, done.commit_id, seen=token.dot_metadata) == (True, PUT)
+    assert publish(store, done.commit_id, condition=token.dot_metadata) == (True, PUT)
     assert store.body(DOT_METADATA_KEY) == b"ours"
 
 
