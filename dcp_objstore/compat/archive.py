@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 ZIP_START: Final = b"PK\x03\x04"
@@ -45,8 +44,7 @@ class ArchiveError(Exception):
     """The bytes are not an archive that torch writes. Callers raise CheckpointCorruptError."""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """A record: its bytes `[start, end)` in the archive, and its unpacked size."""
 
     start: int

@@ -137,7 +137,7 @@ _MAX_NUMBER: Final = 2**63 - 1
 _MAX_DIMENSIONS: Final = 64
 _MAX_KEY_LENGTH_BYTES: Final = 1024  # S3's and GCS's bound on an object's key
 _MAX_TRANSFORMS: Final = 4
-_MAX_TRANSFORM_NAME: Final = 200
+
 # The smallest pickled chunk, path or entry takes more than this, so a body in which the memo
 # makes one list appear in many places runs out of its budget before it costs quadratic time.
 _MIN_ENTRY_SIZE_BYTES: Final = 4
@@ -524,8 +524,7 @@ class _Converter:
         if type(value) not in (list, tuple) or len(value) > _MAX_TRANSFORMS:  # type: ignore[arg-type]
             raise _damaged("transform_descriptors is not a short list")
         names = [self.text(name, "a transform_descriptor") for name in value]  # type: ignore[attr-defined]
-        if any(len(name) > _MAX_TRANSFORM_NAME for name in names):
-            raise _damaged("a transform_descriptor is too long")
+
         return names or None
 
     def storage_meta(self, value: object) -> StorageMeta | None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import pickle
 import pickletools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 _MAX_TUPLE_DEPTH: Final = 64
@@ -41,8 +40,7 @@ class HostilePickleError(Exception):
     """The pickle contains something that no pickler writes."""
 
 
-@dataclass(frozen=True)
-class Dialect:
+class Dialect(NamedTuple):
     """The content that pickles of one kind may have.
 
     Attributes:

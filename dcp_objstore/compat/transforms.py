@@ -43,8 +43,9 @@ def check_transforms(names: Sequence[str], key: str) -> None:
         extension, _, version = name.partition("/")
         if extension != _ZSTD or version.partition(".")[0] != "1":
             raise UnsupportedError(
-                f"it was written through the torch.distributed.checkpoint extension {name!r}, which"
-                " is not known here: load it with stock torch, and save it without",
+                "it was written through the torch.distributed.checkpoint extension"
+                f" {name[:200]!r}, which is not known here: load it with stock torch, and save it"
+                " without",
                 key=key,
             )
         # Python 3.14 has zstd in its standard library.

@@ -19,8 +19,8 @@ from dcp_objstore.torch_private import untyped_storage
 _PROTOCOL = 4
 # The types whose pickles differ if and only if the values do.
 _ATOMS = {type(None), type(...), bool, int, float, complex, str, bytes, bytearray}
-_NAMED = type, FunctionType, BuiltinFunctionType
-_TENSORS = torch.Tensor, torch.nn.Parameter
+_NAMED = type, FunctionType, BuiltinFunctionType  # a pickle has only their names
+_TENSORS = torch.Tensor, torch.nn.Parameter  # not subclasses, which may hold more
 
 
 def same(value: Any, other: Any) -> bool:
@@ -59,15 +59,15 @@ class _Digester:
         if id(value) not in self._known:
             # If it contains itself, its number stands for it there.
             self._known[id(value)] = b"%16d" % len(self._known), value
-            self._known[id(value)] = self._of(value), value
+            self._known[id(value)] = self._digest_whole(value), value
         digest, _ = self._known[id(value)]
         return digest
 
-    def _of(self, value: Any) -> bytes:
+    def _digest_whole(self, value: Any) -> bytes:
         """Return the digest of a value that has parts or memory."""
         kind = type(value)
         if kind is tuple:
-            return self._joined("tuple", value)
+            return self._digest_parts("tuple", value)
         if kind in (set, frozenset):
             return _hash(kind.__name__, sorted(map(self.digest, value)))
         if kind in _TENSORS and value.layout is torch.strided and not value.is_quantized:
@@ -80,27 +80,33 @@ class _Digester:
                 .clone(memory_format=torch.contiguous_format)
             )
             bits = memory.reshape(-1).view(torch.uint8).numpy()
-            return self._joined("tensor", (kind, value.dtype, tuple(value.shape)), bits)
+            return self._digest_parts("tensor", (kind, value.dtype, tuple(value.shape)), bits)
         if torch.is_storage(value):  # a pickle of it would not always have the same bytes
             empty = torch.empty(0, dtype=torch.uint8, device="cpu")
-            return self._joined("storage", (kind,), empty.set_(untyped_storage(value)).numpy())
+            return self._digest_parts(
+                "storage", (kind,), empty.set_(untyped_storage(value)).numpy()
+            )
         if kind is np.ndarray and not value.dtype.hasobject:
-            return self._joined("array", (value.dtype, value.shape), value.tobytes())
-        return self._of_reduced(value)
+            return self._digest_parts("array", (value.dtype, value.shape), value.tobytes())
+        return self._digest_reduced(value)
 
-    def _of_reduced(self, value: Any) -> bytes:
+    def _digest_reduced(self, value: Any) -> bytes:
+        """Return the digest of an object, by what a pickler asks it for."""
         kind = type(value)
         reducer = copyreg.dispatch_table.get(kind)
         reduced = reducer(value) if reducer else value.__reduce_ex__(_PROTOCOL)
         if isinstance(reduced, str):  # a constant of a module
             return _hash(reduced, [self.digest(kind)])
-        call, state, items, entries = reduced[:2], *(*reduced[2:], None, None, None)[:3]
-        pairs = [self._joined("entry", entry) for entry in entries or ()]
+        function, arguments, *optional = reduced
+        state, items, entries = (*optional, None, None, None)[:3]
+        pairs = [self._digest_parts("entry", entry) for entry in entries or ()]
         if not isinstance(value, OrderedDict):
             pairs.sort()
-        return _hash("object", [self._joined("made", (*call, state, *(items or ()))), *pairs])
+        parts = (function, arguments, state, *(items or ()))
+        return _hash("object", [self._digest_parts("made", parts), *pairs])
 
-    def _joined(self, what: str, parts: Iterable[Any], memory: Any = b"") -> bytes:
+    def _digest_parts(self, what: str, parts: Iterable[Any], memory: Any = b"") -> bytes:
+        """Return the digest of something of this name, with these parts and this memory."""
         return _hash(what, list(map(self.digest, parts)), memory)
 
 

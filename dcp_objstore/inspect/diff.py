@@ -152,19 +152,19 @@ def diff(
     other_options = options_of_other(other_storage_options, url, storage_options, other_url)
     first, other = (
         open_checkpoint(
-            where,
+            checkpoint_url,
             storage_options=options,
             config=config,
             verify=verify,
             trust_pickle=trust_pickle,
         )
-        for where, options in ((url, storage_options), (other_url, other_options))
+        for checkpoint_url, options in ((url, storage_options), (other_url, other_options))
     )
     comparison = _Comparison(first, other)
     added, removed = [], []
     for key in matching(dict.fromkeys([*first, *other]), keys):
         if key in first and key in other and _is_tensor(first, key) == _is_tensor(other, key):
-            comparison.look_at(key)
+            comparison.compare(key)
             continue
         if key in first:
             removed.append(key)
@@ -216,7 +216,7 @@ class _Comparison:
         # Keys, and whether the digests differ; None if the digests cannot tell.
         self._values_to_read: dict[str, bool | None] = {}
 
-    def look_at(self, key: str) -> None:
+    def compare(self, key: str) -> None:
         """Compare what the indices have of a key; note whether it has to be read."""
         self.keys.append(key)
         first, other = self._pair
@@ -260,10 +260,11 @@ class _Comparison:
         slabs: list[Slab] = []
         for checkpoint in self._pair:
             checkpoint._check_whole(self._tensors_to_read)
+        # The chunks of a checkpoint by another library are read as a whole, so it gives the slabs.
+        # (False sorts first.)
+        gives_slabs = min(self._pair, key=lambda checkpoint: checkpoint.commit_id is not None)
         for key in self._tensors_to_read:
-            # The chunks of a checkpoint by another library are read as a whole.
-            foreign_first = min(self._pair, key=lambda pair: pair.commit_id is not None)
-            entry = foreign_first[key]
+            entry = gives_slabs[key]
             assert isinstance(entry, TensorEntry)
             slabs += entry.slabs()
         self.read_bytes = sum(slab.size_bytes for slab in slabs)
@@ -322,12 +323,16 @@ def _differs(first: Index | None, other: Index | None, key: str) -> bool | None:
 
 
 def _is_pickled(index: Index | None, key: str) -> bool:
+    """Return whether the chunks of a tensor are stored as pickles; all are or none is."""
     assert index is not None
     return any(index.item(row).pickled for row in index.rows(key)[:1])
 
 
 def _trusted(checkpoint: Checkpoint, keys: Sequence[str]) -> dict[str, Any]:
-    """Read values, but not those that `weights_only=True` refuses."""
+    """Read values, but not those that `weights_only=True` refuses.
+
+    One refused value ends a read of several, so this reads halves until it is alone.
+    """
     if not keys:
         return {}
     try:

@@ -61,6 +61,7 @@ def _listed(patterns: str | Iterable[str]) -> list[str]:
 
 
 def _hint(keys: Collection[str], pattern: str) -> str:
+    """Return what to write after "no key matches `pattern`": what would match, or is nearest."""
     below = sum(key.startswith(f"{pattern}.") for key in keys)
     if below:
         return f"; '{pattern}.*' matches {below}"
@@ -84,15 +85,15 @@ def box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, list[int]]:
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     # `in` and `list.count` would compare a tensor or array among the parts with Ellipsis.
-    places = [place for place, part in enumerate(parts) if part is Ellipsis]
-    if len(places) > 1:
+    ellipses = [position for position, part in enumerate(parts) if part is Ellipsis]
+    if len(ellipses) > 1:
         raise IndexError("an index can have only one Ellipsis")
-    place = places[0] if places else len(parts)
-    count = len(parts) - len(places)
+    position = ellipses[0] if ellipses else len(parts)  # an index may leave out the last dimensions
+    count = len(parts) - len(ellipses)
     if count > len(shape):
         raise IndexError(f"too many indices: the tensor has {len(shape)} dimensions, got {count}")
-    parts[place : place + 1] = [slice(None)] * (len(shape) - count)
-    offsets, sizes, kept = [], [], []
+    parts[position : position + 1] = [slice(None)] * (len(shape) - count)
+    offsets, sizes, kept_sizes = [], [], []
     for dim, (part, extent) in enumerate(zip(parts, shape, strict=True)):
         if isinstance(part, slice):
             if part.step not in (None, 1):
@@ -103,14 +104,14 @@ def box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, list[int]]:
             start, stop, _ = part.indices(extent)
             offsets.append(start)
             sizes.append(max(0, stop - start))
-            kept.append(sizes[-1])
+            kept_sizes.append(sizes[-1])
             continue
         number = _integer(part)
         if not -extent <= number < extent:
             raise IndexError(f"index {number} is out of range for dimension {dim} of {extent}")
         offsets.append(number % extent)
         sizes.append(1)
-    return Box(tuple(offsets), tuple(sizes)), kept
+    return Box(tuple(offsets), tuple(sizes)), kept_sizes
 
 
 def _integer(part: Any) -> int:
@@ -152,24 +153,28 @@ def nested(
         room += len(place)
         container: Any = result
         for step, following in pairwise(place):
-            inner, room = _at(container, step, key, room)
+            inner, room = _entry_at(container, step, key, room)
             if inner is None:
                 inner = {} if isinstance(following, str) else []
                 container[step] = inner
             container = inner
         if not place:
             raise _contradiction(key)
-        there, room = _at(container, place[-1], key, room)
-        if there is not None:
+        present, room = _entry_at(container, place[-1], key, room)
+        if present is not None:
             raise _contradiction(key)
         container[place[-1]] = value
     return result
 
 
-def _at(container: Any, step: str | int, key: str, room: int) -> tuple[Any, int]:
-    """Return the entry at a step of a place, or None, and the room that is left.
+def _entry_at(container: Any, step: str | int, key: str, room: int) -> tuple[Any, int]:
+    """Return the entry of a container at a step of a place, or None, and the room that is left.
 
-    A list is made long enough for it.
+    Args:
+        container: a dict, or a list, which is made long enough for the entry.
+        step: the key or the number of the entry.
+        key: the key whose place it is, for the error.
+        room: how many more entries of lists may be filled with None.
     """
     if isinstance(container, dict) and isinstance(step, str):
         return container.get(step), room

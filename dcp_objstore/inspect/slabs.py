@@ -72,14 +72,16 @@ def cut(
             for _, box, part_bytes in cut(key, rest, dtype, most_bytes=most_bytes):
                 yield Slab(key, Box((row, *box.offsets), (1, *box.sizes)), part_bytes)
         return
-    aligned = BLOCK_SIZE_BYTES // math.gcd(BLOCK_SIZE_BYTES, row_bytes)
-    begin, rows = 0, most_bytes // row_bytes
+    # The fewest rows that are a whole number of digest blocks.
+    rows_of_blocks = BLOCK_SIZE_BYTES // math.gcd(BLOCK_SIZE_BYTES, row_bytes)
+    begin, most_rows = 0, most_bytes // row_bytes
     while begin < extent:
-        end = min(extent, begin + rows)
+        end = min(extent, begin + most_rows)
         if end < extent:
-            before = starts[at - 1] if (at := bisect_right(starts, end)) else 0
-            best = before + (end - before) // aligned * aligned
-            end = best if best > begin else end
+            chunks_before = bisect_right(starts, end)
+            chunk_start = starts[chunks_before - 1] if chunks_before else 0
+            block_end = end - (end - chunk_start) % rows_of_blocks
+            end = block_end if block_end > begin else end
         box = Box((begin, *(0 for _ in rest)), (end - begin, *rest))
         yield Slab(key, box, (end - begin) * row_bytes)
         begin = end
@@ -104,7 +106,7 @@ def read_ahead(
     with closing(ahead(windows, read, _WINDOWS_AHEAD, check)) as arriving:
         for tensors in arriving:
             tensors.reverse()
-            while tensors:
+            while tensors:  # this keeps none that it has yielded
                 yield tensors.pop()
 
 

@@ -7,9 +7,8 @@ import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import xxhash
 from typing_extensions import Buffer
@@ -54,8 +53,7 @@ from dcp_objstore.transfer.workers import MOST_IN_FLIGHT, DaemonPool
 _SHOWN = 3  # number of keys to name for a missing object
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A block of payload: its item's key and row in the index, and its number in the item.
 
     Without a digest, it is a piece between payloads and its number in its object.
@@ -122,11 +120,11 @@ class _Verification:
         self._index = index
         self._config = config
         self._channel = channel
-        self._was_there = False  # whether the store was asked if the checkpoint is gone
+        self._exists = False  # whether the store has said that the checkpoint is not gone
         self._lock = threading.Lock()
         # By place, not by identity: a request may arrive in pieces, which are temporary objects.
-        self._tried: set[_Place] = set()
-        self._done: set[_Place] = set()
+        self._differed_once: set[_Place] = set()
+        self._compared: set[_Place] = set()
         self._framing: dict[int, _Framing] = {}
 
     def run(
@@ -167,10 +165,13 @@ class _Verification:
 
     def _unchecked(self, spans: Iterable[Span[Piece]]) -> list[Span[Piece]]:
         """Return the pieces that were not compared."""
-        return [span for span in spans if _place(span) not in self._done]
+        return [span for span in spans if _place(span) not in self._compared]
 
     def _consume(self, request: RangeRequest[Piece], body: Buffer) -> None:
-        """Compare the pieces of a body; a piece that differs is read again before it counts."""
+        """Compare the pieces of a body; a piece that differs is read again before it counts.
+
+        The threads of `fetch_ranges` call this, and it reads a range again that this calls corrupt.
+        """
         view = memoryview(body)
         different, framing = [], []
         unchecked = self._unchecked(request.spans)
@@ -181,11 +182,11 @@ class _Verification:
             elif block_digest(part) != span.tag.digest:
                 different.append(span)
         with self._lock:
-            new = [span for span in different if _place(span) not in self._tried]
-            if new:
-                self._tried.update(map(_place, new))
-                raise CheckpointCorruptError("blocks differ", key=new[0].tag.key)
-            self._done.update(map(_place, unchecked))
+            first_time = [span for span in different if _place(span) not in self._differed_once]
+            if first_time:
+                self._differed_once.update(map(_place, first_time))
+                raise CheckpointCorruptError("blocks differ", key=first_time[0].tag.key)
+            self._compared.update(map(_place, unchecked))
             self._blocks += len(unchecked) - len(framing)
             self._total_bytes += _size(unchecked)
             for span in different:
@@ -219,9 +220,14 @@ class _Verification:
         self._damaged.add(Damage(object_key, "missing", elements=held, text=text))
 
     def _sizes(self) -> dict[int, int]:
-        """Return the sizes of existing objects by number; note missing ones and wrong sizes."""
+        """Return the sizes of existing objects by number; note missing ones and wrong sizes.
+
+        Raises:
+            CheckpointGoneError: an object is missing, because the checkpoint is gone.
+        """
 
         def ask(entry: ix.ObjectEntry) -> int:
+            """Return an object's size; raise ObjectNotFoundError if it is missing."""
             with suppress(ObjectNotFoundError):
                 if self._store.head(entry.key).size_bytes == entry.size_bytes:
                     return entry.size_bytes
@@ -274,11 +280,11 @@ class _Verification:
         )
         try:
             broken = self._compare(requests)
-            again = self._differing_framing()
-            if again:  # read again, as for blocks: the transfer may be damaged, not the checkpoint
-                framing = [span for span in framing if span.object_number in again]
-                self._done.difference_update(map(_place, framing))
-                self._framing = {number: _Framing() for number in again}
+            suspects = self._differing_framing()
+            if suspects:  # as for blocks: the transfer may be damaged, not the checkpoint
+                framing = [span for span in framing if span.object_number in suspects]
+                self._compared.difference_update(map(_place, framing))
+                self._framing = {number: _Framing() for number in suspects}
                 broken |= self._compare(self._requests(framing))
         except (KeyboardInterrupt, RetryableError, CredentialsError) as error:
             for damage in sorted(self._damaged):
@@ -363,12 +369,12 @@ class _Verification:
 
         The store is asked once.
         """
-        if self._was_there:
+        if self._exists:
             return
         explained = explain_missing(self._store, self._marker.commit_id, error.object_key)
         if not isinstance(explained, CheckpointCorruptError):
             raise explained from error
-        self._was_there = True
+        self._exists = True
 
 
 def _check_depth(*, quick: bool, deep: bool) -> None:
@@ -405,7 +411,9 @@ def verify_at(
     with channel.watching():
         try:
             # If it seems to be replaced, the marker may have been another checkpoint's.
-            marker, body, index = retry_damaged(partial(_open, store), CheckpointGoneError)
+            marker, body, index = retry_damaged(
+                partial(_marker_and_index, store), CheckpointGoneError
+            )
             if commit_id not in (None, marker.commit_id):
                 raise explain_missing(store, commit_id, MARKER_KEY)
         except CheckpointNotFoundError as error:
@@ -493,8 +501,8 @@ def verify_run(
     return reports()
 
 
-def _open(store: ObjectStore) -> tuple[Marker, bytes, ix.Index]:
-    """Read marker and index."""
+def _marker_and_index(store: ObjectStore) -> tuple[Marker, bytes, ix.Index]:
+    """Return the marker, the index as it is stored, and the index."""
     stored = read_marker(store, expected=True)
     if stored is None:
         raise CheckpointNotFoundError("there is no marker", url=store.url)
@@ -543,6 +551,7 @@ def _misleads(store: ObjectStore, index: bytes) -> bool:
 
 
 def _items(index: ix.Index) -> Iterator[tuple[str, int, ix.Item]]:
+    """Yield each item of the index: its key, its row, and what is in the row."""
     for key in (*index.tensors, *index.blobs):
         for row in index.rows(key):
             yield key, row, index.item(row)
@@ -562,7 +571,11 @@ def payload_blocks(index: ix.Index) -> Iterator[Span[Piece]]:
 
 
 def _elements(index: ix.Index, key: str, row: int, block: int | None = None) -> str:
-    """Return the elements that an item or one of its blocks holds, such as `w[0:20, 5:7]`."""
+    """Return the elements that an item or one of its blocks holds, such as `w[0:20, 5:7]`.
+
+    That is the smallest box around them, in the coordinates of the whole tensor. Of what has no
+    elements, such as a pickled value, it is the key.
+    """
     tensor, item = index.tensors.get(key), index.item(row)
     itemsize = 0 if tensor is None else ix.ITEM_SIZE_BYTES.get(tensor.dtype, 0)
     if item.pickled or not itemsize:
@@ -571,10 +584,12 @@ def _elements(index: ix.Index, key: str, row: int, block: int | None = None) -> 
     if not sizes:
         return key
     starts, ends = [0] * len(sizes), list(sizes)
-    if block is not None:  # up to the first dimension in which the block has several rows
+    if block is not None:
+        # Up to the first dimension in which the block has several rows: the elements 6 to 9 of a
+        # chunk of 5 x 4 are in the rows 1:3, and 4 to 5 in the row 1:2, of which they are 0:2.
         first = block * BLOCK_SIZE_BYTES // itemsize
-        after = min((block + 1) * BLOCK_SIZE_BYTES, item.payload_length)
-        last = after // itemsize - 1
+        end_bytes = min((block + 1) * BLOCK_SIZE_BYTES, item.payload_length)
+        last = end_bytes // itemsize - 1
         for dim in range(len(sizes)):
             row_elements = math.prod(sizes[dim + 1 :])
             starts[dim], ends[dim] = first // row_elements, last // row_elements + 1
@@ -591,15 +606,16 @@ def framing_pieces(
     index: ix.Index, payload: Sequence[Span[Piece]], object_numbers: Iterable[int]
 ) -> list[Span[Piece]]:
     """Return the bytes between the payloads of these objects, in pieces of at most a block."""
-    taken: dict[int, list[tuple[int, int]]] = {number: [] for number in object_numbers}
+    payloads: dict[int, list[tuple[int, int]]] = {number: [] for number in object_numbers}
     for span in payload:
-        if span.object_number in taken:
-            taken[span.object_number].append((span.start, span.end))
+        if span.object_number in payloads:
+            payloads[span.object_number].append((span.start, span.end))
     spans: list[Span[Piece]] = []
-    for object_number, stretches in taken.items():
+    for object_number, in_object in payloads.items():
         position = number = 0
-        ends = (index.objects[object_number].size_bytes,) * 2
-        for start, end in [*sorted(stretches), ends]:
+        size_bytes = index.objects[object_number].size_bytes
+        # What follows the last payload lies before an empty one at the end of the object.
+        for start, end in [*sorted(in_object), (size_bytes, size_bytes)]:
             while position < start:
                 stop = min(start, position + BLOCK_SIZE_BYTES)
                 spans.append(Span(object_number, position, stop, Piece("", -1, number, None)))

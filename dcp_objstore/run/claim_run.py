@@ -66,9 +66,9 @@ def claim_run(
         return RunClaim(spec.url, rule.claim_run(run, spec.open_child))
 
     checked, _ = capture(lambda: StoreSpec(url, storage_options, config))
-    named = None if checked is None else checked.url  # a wrong URL may have a password in it
-    with meeting(named, process_group or world_group(), every_rank("dcp_objstore.claim_run")):
-        return on_first(make, named, sync_group(process_group, config))
+    checked_url = None if checked is None else checked.url  # a wrong URL may have a password in it
+    with meeting(checked_url, process_group or world_group(), every_rank("dcp_objstore.claim_run")):
+        return on_first(make, checked_url, sync_group(process_group, config))
 
 
 def go_back(

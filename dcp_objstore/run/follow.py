@@ -171,7 +171,7 @@ class _Follower:
     def _next(self) -> ListedCheckpoint | None:
         """Wait for the next step and return it; None at the end."""
         give_up_at = monotonic() + self.timeout_seconds
-        failure = None
+        failure = None  # of the last poll; the listing before it is still used
         while True:
             try:
                 if self.listed is None or monotonic() >= self.poll_at:
@@ -210,13 +210,14 @@ class _Follower:
     def _report_dropped(self, listed: Catalogue) -> None:
         """Report the steps that have come and no longer count, unless they were deleted."""
         counting = {step.marker.commit_id for step in listed.steps}
-        for commit_id in [one for one in self.yielded if one not in counting]:
+        for commit_id in [each for each in self.yielded if each not in counting]:
             step = self.yielded.pop(commit_id)
-            now = self.markers.get(step.name)
-            if now is None or now.stored is None or not now.marker.is_committed:
+            latest = self.markers.get(step.name)
+            if latest is None or latest.stored is None or not latest.marker.is_committed:
                 continue
-            # The markers of deleted steps are not read once their objects are gone.
-            if now.objects[MARKER_KEY] == listed.objects_at[step.name].get(MARKER_KEY):
+            # The markers of deleted steps are not read once their objects are gone, so the latest
+            # one that was read may be that of before the deletion.
+            if latest.objects[MARKER_KEY] == listed.objects_at[step.name].get(MARKER_KEY):
                 self.on_dropped(replace(step, state="superseded"))
 
     # --- the next step
@@ -246,8 +247,8 @@ class _Follower:
         while wanted := self._wanted(listed):
             step = self._chosen(wanted)
             exists = self.pin is None or self._pin(step.store.url, self.pin)
-            done_with = wanted if exists and self.skip_to_newest else [step]
-            self.seen |= {entry.marker.commit_id for entry in done_with}
+            yielded_or_skipped = wanted if exists and self.skip_to_newest else [step]
+            self.seen |= {entry.marker.commit_id for entry in yielded_or_skipped}
             if exists:
                 checkpoint = as_listed(step, listed.base)
                 self.yielded[step.marker.commit_id] = checkpoint

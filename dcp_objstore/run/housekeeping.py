@@ -46,17 +46,21 @@ def _facts(number: int, step: Entry) -> StepFacts:
 def after_commit(
     handle: AsyncSaveHandle | None,
     work: Callable[[], object],
-    before: Spawned | None = None,
+    previous: Spawned | None = None,
 ) -> Spawned:
-    """Do some upkeep in a thread once a save is committed, after another thread; not if it fails.
+    """Do some upkeep in a thread once a save is committed; not if the save fails.
 
-    It may be left out or cut short without harm, so the thread is a daemon. `handle` is None if the
-    save is committed.
+    It may be left out or cut short without harm, so the thread is a daemon.
+
+    Args:
+        handle: the save, or None if it is committed.
+        work: the upkeep.
+        previous: the thread of earlier upkeep, which this waits for.
     """
 
-    def follow() -> None:
-        if before is not None:
-            before.join()
+    def wait_and_work() -> None:
+        if previous is not None:
+            previous.join()
         if handle is not None:
             # `exception` would mark the error as seen, so that nothing reports it.
             handle._ended.wait()
@@ -64,7 +68,7 @@ def after_commit(
                 return
         work()
 
-    return spawn(follow, "upkeep")
+    return spawn(wait_and_work, "upkeep")
 
 
 class _PendingRemoval(NamedTuple):
@@ -206,8 +210,8 @@ class Retainer:
         A `DcpObjstoreError` is logged, not raised.
         """
         now = self._clock()
-        rested = self._swept_at is None or now - self._swept_at >= _SWEEP_EVERY_SECONDS
-        if not (self._sweeps and rested) or self._ended.is_set():
+        is_due = self._swept_at is None or now - self._swept_at >= _SWEEP_EVERY_SECONDS
+        if not (self._sweeps and is_due) or self._ended.is_set():
             return
         self._swept_at = now
         try:
@@ -229,11 +233,12 @@ class Retainer:
             )
 
     def _delete(self, name: str) -> None:
+        """Delete a step, unless it was deleted or pinned since the run was listed."""
         step = self._run.child(name)
         number = self.claim.number if self.claim is not None else 0
         try:
             # It is not the newest: the plan was made with a list of the whole run.
             self.deletions.delete(step, number, allow_newest=True)
         except (CheckpointNotFoundError, CheckpointPinnedError):
-            return  # since the run was listed
+            return
         logger.info("deleted %s, which no retention policy keeps", step.url)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from dcp_objstore import errors
 from dcp_objstore.checkpoint.catalogue import (
@@ -142,7 +142,7 @@ def list_checkpoints(
     base_above, stored = _base_above(spec), read_marker(store)
     itself = None if stored is None else Entry("", store, {}, stored)
     try:
-        checkpoints, unread = _Look(spec, itself, base_above).below(store)
+        checkpoints, unread = _Lister(spec, itself, base_above).list_below(store)
     except errors.PermissionDeniedError as error:
         if itself is None:
             raise
@@ -203,17 +203,22 @@ def _base_above(spec: StoreSpec) -> int:
     run, _ = spec.parent()
     try:
         return 0 if run is None else read_standing(run.open(), run.open_child).base
-    except (
-        errors.PermissionDeniedError,
-        errors.CheckpointCorruptError,
-        errors.UnsupportedError,
-    ):
+    except (errors.PermissionDeniedError, errors.CheckpointCorruptError, errors.UnsupportedError):
         return 0
 
 
+class _Run(NamedTuple):
+    """The claims that count in a run; if they cannot be read, all count, and `error` says why."""
+
+    standing: Standing
+    error: errors.DcpObjstoreError | None = None
+
+
 @dataclass(frozen=True)
-class _Look:
-    """A look at what lies at and below a URL.
+class _Lister:
+    """Lists the checkpoints at and below a URL.
+
+    A prefix is the name of a checkpoint or a run below the URL; it is empty for the URL itself.
 
     Attributes:
         spec: the URL and its options.
@@ -225,7 +230,7 @@ class _Look:
     itself: Entry | None
     base_above: int
 
-    def below(
+    def list_below(
         self, store: ObjectStore
     ) -> tuple[tuple[ListedCheckpoint, ...], tuple[errors.DcpObjstoreError, ...]]:
         """Describe the checkpoints and saves, in natural order; the errors of what is unreadable.
@@ -234,57 +239,49 @@ class _Look:
         """
         for _ in range(_TRIES):
             objects_at = list_by_prefix(store, all_data=True)
-            standings, unread = self._read_standings(
-                [run for run in objects_at if CLAIM_KEY in objects_at[run]]
-            )
+            prefixes_of_runs = [run for run in objects_at if CLAIM_KEY in objects_at[run]]
+            runs = self._read_runs(prefixes_of_runs)
             prefixes = [prefix for prefix in objects_at if _is_listed(objects_at[prefix])]
-            describe = partial(self._describe, objects_at, standings)
-            described = list(in_waves(describe, sorted(prefixes, key=natural_order)))
-            standings_again, _ = self._read_standings(list(standings))
-            if standings_again == standings:
-                unread += [error for _, error in described if error is not None]
-                return tuple(listed for listed, _ in described), tuple(unread)
+            read = partial(self._read_entry, objects_at)
+            entries = list(in_waves(read, sorted(prefixes, key=natural_order)))
+            runs_again = self._read_runs(prefixes_of_runs)
+            if all(runs_again[prefix].standing == runs[prefix].standing for prefix in runs):
+                listed = tuple(as_listed(entry, self._base(entry.name, runs)) for entry in entries)
+                run_errors = [run.error for run in runs.values()]
+                entry_errors = [entry.error for entry in entries]
+                return listed, tuple(filter(None, [*run_errors, *entry_errors]))
         raise errors.RetryableError(
             "jobs kept claiming the runs here", advice="try again", url=store.url
         )
 
-    def _read_standings(
-        self, runs: Sequence[str]
-    ) -> tuple[dict[str, Standing], list[errors.DcpObjstoreError]]:
-        """Return which claims count in each run, and the errors of those that are unreadable."""
-        found = list(in_waves(self._read_standing, runs))
-        standings = {run: standing for run, (standing, _) in zip(runs, found, strict=True)}
-        return standings, [error for _, error in found if error is not None]
+    def _read_runs(self, prefixes: Sequence[str]) -> dict[str, _Run]:
+        """Return which claims count in each run, by its prefix."""
+        return dict(zip(prefixes, in_waves(self._read_run, prefixes), strict=True))
 
-    def _read_standing(self, run: str) -> tuple[Standing, errors.DcpObjstoreError | None]:
-        """Read which claims count in a run whose `_CLAIM` was listed.
-
-        If it cannot be read, all steps count; also return why.
-        """
-        spec = self.spec.child(run)
+    def _read_run(self, prefix: str) -> _Run:
+        """Read which claims count in a run whose `_CLAIM` was listed."""
+        spec = self.spec.child(prefix)
         try:
-            return read_standing(spec.open(), spec.open_child, expected=True), None
+            return _Run(read_standing(spec.open(), spec.open_child, expected=True))
         except (errors.CheckpointCorruptError, errors.UnsupportedError) as error:
-            return Standing(None, 0), error
+            return _Run(Standing(None, 0), error)
 
-    def _describe(
-        self,
-        objects_at: Mapping[str, Objects],
-        standings: Mapping[str, Standing],
-        prefix: str,
-    ) -> tuple[ListedCheckpoint, errors.DcpObjstoreError | None]:
-        """Describe what lies at a prefix; also return why its marker cannot be read, or None."""
+    def _read_entry(self, objects_at: Mapping[str, Objects], prefix: str) -> Entry:
+        """Read the marker of the checkpoint at a prefix, if it has one."""
         objects = objects_at.get(prefix, {})
-        # The last segment is the step's name; the segments before it name the run.
-        standing = standings.get(prefix.rpartition("/")[0])
-        base = standing.base if prefix and standing else 0 if prefix else self.base_above
         if self.itself is not None and not prefix:
-            entry = replace(self.itself, objects=objects)
-        elif MARKER_KEY in objects:
-            entry = read_entry(prefix, self.spec.open_child(prefix), objects)
-        else:
-            entry = Entry(prefix, self.spec.open_child(prefix), objects)
-        return as_listed(entry, base), entry.error
+            return replace(self.itself, objects=objects)
+        if MARKER_KEY in objects:
+            return read_entry(prefix, self.spec.open_child(prefix), objects)
+        return Entry(prefix, self.spec.open_child(prefix), objects)
+
+    def _base(self, prefix: str, runs: Mapping[str, _Run]) -> int:
+        """Return the base of the run that has the checkpoint at a prefix."""
+        if not prefix:
+            return self.base_above
+        # The last segment is the step's name; the segments before it name the run.
+        run = runs.get(prefix.rpartition("/")[0])
+        return 0 if run is None else run.standing.base
 
 
 def _is_listed(objects: Objects) -> bool:
@@ -317,7 +314,8 @@ def as_listed(entry: Entry, base: int) -> ListedCheckpoint:
             user_metadata=marker.user_metadata,
             is_fence=marker.index is None,
         )
-    if entry.error is None and DOT_METADATA_KEY in entry.objects:  # or the marker was removed
+    # Another library wrote it, or the marker was removed.
+    if entry.error is None and DOT_METADATA_KEY in entry.objects:
         data = [meta for key, meta in entry.objects.items() if key.endswith(".distcp")]
         return ListedCheckpoint(
             url=url, name=name, state="foreign", total_bytes=_size(data), objects=len(data)
@@ -336,6 +334,7 @@ def as_listed(entry: Entry, base: int) -> ListedCheckpoint:
 
 
 def _data(entry: Entry) -> list[ObjectMeta]:
+    """Return the data objects that are there, of any save."""
     return [meta for key, meta in entry.objects.items() if parse_data_key(key) is not None]
 
 

@@ -14,25 +14,15 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.config import LocalFolder, TransferConfig, check_number, local_of
-from dcp_objstore.distributed.failures import (
-    capture,
-    meeting,
-    on_first,
-    raise_on_all,
-)
-from dcp_objstore.distributed.groups import (
-    count_ranks,
-    rank_in,
-    sync_group,
-    world_group,
-)
+from dcp_objstore.distributed.failures import capture, meeting, on_first, raise_on_all
+from dcp_objstore.distributed.groups import count_ranks, rank_in, sync_group, world_group
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.distributed.step_consensus import StepConsensus, shared_store
 from dcp_objstore.errors import ConfigError
@@ -62,29 +52,40 @@ _STEPS_UNASKED = 10
 class _Trained:
     """The progress of a manager, for the message if the program does not close it.
 
-    It refers neither to the manager nor to the state, so that both can be collected. `last` is the
-    step that the manager was last called with, and whether a save of it has begun.
+    It refers neither to the manager nor to the state, so that both can be collected.
+
+    Attributes:
+        last_step: the step that the manager was last called with.
+        is_saved: whether a save of that step has begun.
     """
 
     url: str
-    last: tuple[int, bool] | None = None
+    last_step: int | None = None
+    is_saved: bool = False
     pid: int = field(default_factory=os.getpid)
 
     def print_unclosed(self) -> None:
         """Print what is lost, if a step was passed. Called at collection of the manager or exit."""
-        if self.last is None or os.getpid() != self.pid:
+        if self.last_step is None or os.getpid() != self.pid:
             return
-        step, saved = self.last
         lost = (
-            f"the last save that it began was that of step {step}"
-            if saved
-            else f"step {step}, its last one, was NOT saved"
+            f"the last save that it began was that of step {self.last_step}"
+            if self.is_saved
+            else f"step {self.last_step}, its last one, was NOT saved"
         )
         print(
             f"dcp_objstore: CheckpointManager({self.url!r}) was not closed; {lost}. Use it in a"
             " `with` block, or call close() at the end.",
             file=sys.stderr,
         )
+
+
+class _Unsaved(NamedTuple):
+    """The arguments of a call of `step` that has not saved."""
+
+    step: int
+    state: Mapping[str, Any]
+    described: dict[str, Any]
 
 
 class CheckpointManager:
@@ -248,8 +249,7 @@ class CheckpointManager:
         self._closed = False
         self._last_step: int | None = None
         self._saves_last = save_last
-        # The arguments of the last call of `step`, if that step was not saved.
-        self._unsaved: tuple[int, Mapping[str, Any], dict[str, Any]] | None = None
+        self._unsaved: _Unsaved | None = None  # the last step, if it was not saved
         self._preempted = False
         self._steps_unasked = 0
         self.last_resume: ResumeReport | None = None
@@ -304,6 +304,7 @@ class CheckpointManager:
         self._close(lambda: None)
 
     def _close(self, note: Callable[[], object]) -> None:
+        """Do what `close` does; call `note` when all that was to be saved is committed."""
         try:
             if self._saves is not None:
                 self._save_last(self._saves)
@@ -340,11 +341,11 @@ class CheckpointManager:
         if last is None or not self._saves_last or (self._preempted and not self._saves_preempted):
             return
         failed = saves.finish_pending_quietly()  # on all ranks, or on none
-        step, state, described = last
-        if not saves.knows(step):  # Ctrl-C may have come when its save had begun
-            self.save(step, state, **described)
-        if failed is not None and not saves.knows(failed[0]) and not saves.tolerates(failed[1]):
-            raise failed[1]
+        if not saves.knows(last.step):  # Ctrl-C may have come when its save had begun
+            self.save(last.step, last.state, **last.described)
+        if failed is None or saves.knows(failed.step) or saves.tolerates(failed.error):
+            return
+        raise failed.error
 
     def _end(self) -> None:
         """Release everything. Local."""
@@ -438,8 +439,8 @@ class CheckpointManager:
         due = self._is_due(step)
         described: dict[str, Any] = {"metrics": metrics, "user_metadata": user_metadata}
         known = saves.knows(step)
-        self._unsaved = None if known else (step, state, described)
-        self._trained.last = step, known
+        self._unsaved = None if known else _Unsaved(step, state, described)
+        self._trained.last_step, self._trained.is_saved = step, known
         reasons = self._consensus.reached()
         timed = saves.next_timed in reasons
         self._steps_unasked += self._preempted
@@ -550,9 +551,9 @@ class CheckpointManager:
 
     def _note_saved(self, step: int) -> None:
         """Record that a save has begun. That of an earlier step does not save the last one."""
-        if self._unsaved is None or step >= self._unsaved[0]:
+        if self._unsaved is None or step >= self._unsaved.step:
             self._unsaved = None
-            self._trained.last = step, True
+            self._trained.last_step, self._trained.is_saved = step, True
 
     def _own_run(self) -> RunSaves:
         """Claim the run, on the first call, before anything is loaded or saved. A collective."""
@@ -623,7 +624,7 @@ class CheckpointManager:
         _, refused = capture(lambda: None if step is None else check_step(step))
         raise_on_all(refused, self._url, self._group, same={"step": step})
         self._own_run()
-        self._unsaved = self._trained.last = None  # this load replaces its state
+        self._unsaved = self._trained.last_step = None  # this load replaces its state
         load = partial(self._load_one, state)
         if step is not None:
             report = ResumeReport(step, load(step))

@@ -96,14 +96,14 @@ def load_newest(
             try:
                 return ResumeReport(step, load(step), tuple(skipped))
             except (CorruptDataError, CheckpointGoneError, CheckpointNotFoundError) as error:
-                at = run.at(step_url(url, step))
-                if not on_first(partial(_is_lost, at, error.key), url, group):
+                spec = run.at(step_url(url, step))
+                if not on_first(partial(_is_lost, spec, error.key), url, group):
                     raise RetryableError(
                         f"{error.message}; yet a verification finds this step whole",
                         advice="load again; if that fails, too, pass the number of a step",
                         key=error.key,
                         object_key=error.object_key,
-                        url=at.url,
+                        url=spec.url,
                     ) from error
                 skipped.append(SkippedStep(step, error))
                 if is_first(group):

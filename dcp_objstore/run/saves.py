@@ -47,7 +47,14 @@ class _Pending(NamedTuple):
 
     step: int
     handle: async_api.AsyncSaveHandle
-    raised: bool = False  # whether its error was raised on this rank
+    was_raised: bool = False  # whether its error was raised on this rank
+
+
+class FailedSave(NamedTuple):
+    """A background save that has failed."""
+
+    step: int
+    error: DcpObjstoreError
 
 
 class RunSaves:
@@ -88,6 +95,7 @@ class RunSaves:
         self._begun_at = time.monotonic()
 
     def _note_begin(self) -> None:
+        """Record that a save begins, or that the job has resumed: the timer counts from here."""
         self._begun += 1
         self._begun_at = time.monotonic()
 
@@ -147,6 +155,7 @@ class RunSaves:
         return report
 
     def _note_committed(self, step: int) -> None:
+        """Record that this job has committed a step."""
         self._tried.discard(step)
         self._may_be_behind = False
         self.failed = 0
@@ -185,12 +194,13 @@ class RunSaves:
         tolerated.
         """
 
-        def make() -> dict[str, Any]:
+        def describe() -> dict[str, Any]:
             check_step(step)
             check_busy(on_busy)
             return described_by(step, self._user_metadata, **described)
 
-        values, refused = capture(make)
+        values, refused = capture(describe)
+        # Ranks whose arguments differ would wait for each other in vain.
         same = {"base": self._saving.get("base"), "max_failed_saves": self._max_failed}
         raise_on_all(refused, self._url, self._group, same=same)
         if (pending := self._pending) is not None:  # on all ranks: they begin the same saves
@@ -218,15 +228,15 @@ class RunSaves:
             return None
         # The job may replace steps that it trains again after it went back to an earlier step.
         resumed = self._retainer.resumed
-        again = self._loaded and (resumed is None or step > resumed)
-        if not again and step in self._tried:
-            again = on_first(partial(self._has_committed, step), self._url, self._group)
+        overwrites = self._loaded and (resumed is None or step > resumed)
+        if not overwrites and step in self._tried:
+            overwrites = on_first(partial(self._has_committed, step), self._url, self._group)
         base = self._base()
         self._note_begin()
         return {
             **self._saving,
             "base": base,
-            "overwrite": again,
+            "overwrite": overwrites,
             "user_metadata": values,
             "claim": claim,
             "progress": False,
@@ -333,23 +343,23 @@ class RunSaves:
         """
         if self._pending is None or only not in (None, self._pending.handle):
             return
-        step, handle, raised = self._pending
+        step, handle, was_raised = self._pending
         error, failed = capture(handle.exception)
         if error is not None:
             self._saved.discard(step)
             self._tried.add(step)
-            failed = None if raised else typed(error, current_rank(), handle.url)
+            failed = None if was_raised else typed(error, current_rank(), handle.url)
         try:
             raise_on_all(failed, self._url, self._group)
         except BaseException:
-            self._pending = _Pending(step, handle, error is not None)
+            self._pending = _Pending(step, handle, was_raised=error is not None)
             raise
         self._pending = None
         if error is None:
             self._note_committed(step)
 
-    def finish_pending_quietly(self) -> tuple[int, DcpObjstoreError] | None:
-        """Wait for the save under way; log its error, and return it with the step.
+    def finish_pending_quietly(self) -> FailedSave | None:
+        """Wait for the save under way; if it fails, log its error and return it.
 
         The error is not raised, because the current state is worth more and may still be saved.
         """
@@ -359,7 +369,7 @@ class RunSaves:
             self.finish_pending()
         except DcpObjstoreError as error:
             logger.error("%s: an earlier save failed: %s", self._url, error)
-            return pending.step, error
+            return FailedSave(pending.step, error)
         return None
 
     def end(self) -> None:
@@ -375,8 +385,9 @@ class RunSaves:
 
         If the save fails, the error that ends the job gets a note.
         """
-        handle, settled = self._background.latest, self._pending is None or self._pending.raised
-        if handle is None or (settled and handle.done()):
+        handle = self._background.latest
+        ranks_agreed = self._pending is None or self._pending.was_raised
+        if handle is None or (ranks_agreed and handle.done()):
             return
         self._pending = None
         failed = handle.exception()

@@ -119,11 +119,11 @@ def described_by(
     if metrics is not None:
         if not isinstance(metrics, Mapping):
             raise ConfigError(f"metrics must be a mapping, got {type(metrics).__name__}")
-        values["metrics"] = {name: _number(name, value) for name, value in metrics.items()}
+        values["metrics"] = {name: _metric(name, value) for name, value in metrics.items()}
     return check_user_metadata(values)
 
 
-def _number(name: object, value: object) -> object:
+def _metric(name: object, value: object) -> object:
     """Convert a metric to a JSON value.
 
     A tensor or NumPy number becomes its value. NaN and infinities, which JSON cannot hold, become

@@ -97,9 +97,7 @@ class SweepReport:
     @property
     def damaged(self) -> tuple[CheckpointSweep, ...]:
         """The checkpoints that cannot be read and were left as they are."""
-        return tuple(
-            checkpoint for checkpoint in self.checkpoints if checkpoint.outcome == "damaged"
-        )
+        return tuple(swept for swept in self.checkpoints if swept.outcome == "damaged")
 
 
 def sweep(

@@ -113,8 +113,8 @@ def delete_step(
     stored = read_marker(store)
     if (
         stored is not None
-        and stored.record.is_committed
-        and not stored.record.pins
+        and stored.record.is_committed  # otherwise this finishes a deletion
+        and not stored.record.pins  # those make the deletion itself raise
         and not allow_newest
     ):
         _refuse_newest(spec, stored.record)
@@ -141,7 +141,7 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
         base = read_standing(store, run.open_child, expected=True).base if is_claimed else 0
         if not counts(marker, base):
             return  # no job resumes from it
-        number, at = step_number(name), commit_time(marker, objects_at.get(name, {}))
+        number, committed_at = step_number(name), commit_time(marker, objects_at.get(name, {}))
 
         def is_later(other: str) -> bool | None:
             """Compare the numbers of two steps; None if one has no number."""
@@ -150,7 +150,7 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
 
         def has_index_since(objects: Objects) -> bool:
             indices = [meta for key, meta in objects.items() if is_index_key(key)]
-            return any(index.last_modified >= at.by_store for index in indices)
+            return any(index.last_modified >= committed_at.by_store for index in indices)
 
         # Markers written before cannot be newer, so mostly the first one that is read decides.
         candidates = {
@@ -160,7 +160,8 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
         }
         candidates.pop(name, None)
         for other in read_steps(candidates, run.open_child, wave=1):
-            if counts(other.marker, base) and (is_later(other.name) or other.committed_at > at):
+            is_newer = is_later(other.name) or other.committed_at > committed_at
+            if is_newer and counts(other.marker, base):
                 return
     raise InputError(
         "this is the newest committed checkpoint of its run, from which a job would resume",

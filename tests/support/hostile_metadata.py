@@ -244,7 +244,6 @@ DAMAGED: dict[str, bytes] = {
     "transforms are text": of_info(transform_descriptors=p.text("stream.zstd/1")),
     "transforms of numbers": of_info(transform_descriptors=p.listed(p.number(1))),
     "five transforms": of_info(transform_descriptors=p.listed(*[p.text("stream.zstd/1")] * 5)),
-    "long name of a transform": of_info(transform_descriptors=p.listed(p.text("z" * 201))),
     "key of storage is text": p.metadata(storage=p.mapped({p.text("w"): p.info()})),
     "one chunk stored twice": p.metadata(
         storage=p.mapped({p.index(): p.info()}) + p.index() + p.info() + b"s"),
