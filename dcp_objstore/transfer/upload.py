@@ -237,7 +237,7 @@ class _TrackedBuffers:
             try:
                 buffer = next(self._buffers)
             except StopIteration:
-                self._close()
+                self._close()  # the last part may be smaller
                 raise
         room_bytes = self._part_size_bytes - self.size_bytes % self._part_size_bytes
         if buffer.nbytes > room_bytes:

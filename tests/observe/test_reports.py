@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 import dcp_objstore as dos
@@ -169,6 +170,16 @@ def test_a_comparison_and_a_resume_say_what_they_found():
     assert (first, second) == ("step 8", "step 9 was skipped: torn; here")
     assert third == str(load)
     assert str(ResumeReport(None)) == "there is no committed step"
+
+
+def test_a_report_that_is_taken_for_the_state_says_where_the_state_is():
+    report = LoadReport(
+        url="s3://b/run", total_bytes=1, needed_bytes=1, seconds=1, objects=1, requests=1
+    )
+    with pytest.raises(TypeError, match=r"state\['t'\] after dcp_objstore\.load"):
+        report["t"]
+    with pytest.raises(TypeError):
+        dict(report)  # type: ignore[call-overload]
 
 
 def test_a_name_of_a_store_does_not_act_on_the_terminal():

@@ -536,13 +536,3 @@ def test_an_object_at_the_very_key_of_the_url_is_said_to_be_no_checkpoint(tmp_pa
         assert f"{size_bytes} bytes" in str(caught.value)
         with pytest.raises(dos.errors.CheckpointNotFoundError, match="nothing here"):
             read(f"{tmp_path.as_uri()}/model")
-
-
-def test_a_report_that_is_taken_for_the_state_says_where_the_state_is():
-    url = memory_url()
-    dos.save({"t": torch.ones(3)}, url)
-    report = dos.load({"t": torch.zeros(3)}, url)
-    with pytest.raises(TypeError, match=r"state\['t'\] after dcp_objstore\.load"):
-        report["t"]
-    with pytest.raises(TypeError):
-        dict(report)  # type: ignore[call-overload]

@@ -386,7 +386,7 @@ class Exchange:
 
     def _exchange_messages(self, requests: Sequence[SharedRequest]) -> None:
         """Send and receive the messages of a round. A collective."""
-        self._mapped.result()
+        self._mapped.result()  # raises what went wrong there
         self._agree(None)
         self._free_slots()
         works: list[dist.Work | None] = []
@@ -397,7 +397,7 @@ class Exchange:
                 if request.fetcher == self._rank:
                     for rank, message in self._outbox[request.sequence].items():
                         works.append(dist.isend(message, group=self._group, group_dst=rank))
-                elif request.fetcher not in self._peer_slots:
+                elif request.fetcher not in self._peer_slots:  # else `_deliver` reads its slot
                     size = sum(segment.length_bytes for segment in request.messages[self._rank])
                     into = self._arena[filled : filled + size]
                     works.append(dist.irecv(into, group=self._group, group_src=request.fetcher))

@@ -229,12 +229,13 @@ def all_arrived(meeting: str, count: int, config: TransferConfig, url: str) -> b
     with typed_failures(url, None):
         store = torch_private.default_store()
         arrived = store.add(arrivals_key, 1)
-        if arrived == count:
+        if arrived == count:  # the last to arrive decides, unless a rank has given up before
             return bytes(store.compare_set(decision_key, "", _TOGETHER)) == _TOGETHER.encode()
         while not _is_set(store, decision_key, patience_seconds):
             before, arrived = arrived, store.add(arrivals_key, 0)
             if arrived == before:  # nobody has come in the meantime
                 break
+        # The first decision counts, of whichever rank it is.
         decision = bytes(store.compare_set(decision_key, "", f"rank {rank}")).decode()
     if decision == f"rank {rank}":
         logger.warning(
