@@ -231,7 +231,7 @@ class RangeBody(Protocol):
         ...
 
     def hold(self, check: Callable[[Version], None]) -> None:
-        """Have the state of the object checked with each answer, before any bytes are handed over.
+        """Hold the range to a state of the object: check that of each answer before its bytes.
 
         Args:
             check: a function that `readinto` calls with the state that the answer is of, and that
@@ -239,7 +239,7 @@ class RangeBody(Protocol):
         """
         ...
 
-    def awaited(self) -> int | None:
+    def descriptor_to_poll(self) -> int | None:
         """Return a descriptor that is readable once the answer has begun.
 
         A server that serves few requests at a time begins an answer only when the ones before it
@@ -254,12 +254,12 @@ class RangeBody(Protocol):
         """End a `readinto` that another thread is in, with an error. Any thread may call this.
 
         Args:
-            at_once: do nothing if the transport cannot be interrupted. Otherwise the `readinto`
-                ends then when the transport does, and sends no other request. If the store reads
-                ranges ahead, it writes nothing from now on and raises an error.
+            at_once: what becomes of a `readinto` whose transport cannot be interrupted. True:
+                nothing, it goes on. False: it ends when the transport does, and sends no other
+                request; if the store reads ranges ahead, it writes nothing from now on.
 
         Returns:
-            Whether it ends at once; its connection is shut down.
+            Whether it ends at once, because its connection was shut down.
         """
         ...
 

@@ -58,8 +58,8 @@ class Answer(Protocol):
         """
         return None
 
-    def awaited(self) -> int | None:
-        """Return what `RangeBody.awaited` does."""
+    def descriptor_to_poll(self) -> int | None:
+        """Return what `RangeBody.descriptor_to_poll` does."""
         return None
 
     def cancel(self, *, at_once: bool) -> bool:  # noqa: ARG002
@@ -160,9 +160,9 @@ class Range:
         self._check_version = check
         self._source.is_held = True
 
-    def awaited(self) -> int | None:
+    def descriptor_to_poll(self) -> int | None:
         """Return what to poll until the answer has begun; None if there is nothing."""
-        return None if self._answer is None else self._answer.awaited()
+        return None if self._answer is None else self._answer.descriptor_to_poll()
 
     def cancel(self, *, at_once: bool) -> bool:
         """End a `readinto` that another thread is in, with an error."""

@@ -486,14 +486,14 @@ class _Worker(Generic[T]):
         servers serve few requests at a time. After `_ANY_ANSWER_SECONDS` the order stays as it is,
         and the first request's transport times out.
         """
-        if under_way[0].body.awaited() is None:
+        if under_way[0].body.descriptor_to_poll() is None:
             return
         # The position of each request by the descriptor that it waits for. Those that wait for none
         # have the key None: their answers have begun, and the first of them counts.
         positions: dict[int | None, int] = {}
         poll, deadline = select.poll(), time.monotonic() + _ANY_ANSWER_SECONDS
         for position, fetch in enumerate(under_way):
-            descriptor = fetch.body.awaited()
+            descriptor = fetch.body.descriptor_to_poll()
             positions.setdefault(descriptor, position)
             if descriptor is not None:
                 poll.register(descriptor, select.POLLIN)

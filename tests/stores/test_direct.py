@@ -405,13 +405,13 @@ def test_a_proxy_is_left_to_the_transport(server, lane, monkeypatch, whose):
 def test_a_connection_is_not_used_again_when_its_body_was_not_read_to_the_end(server, lane):
     answer = lane.ask("key", 1000, 500_000)
     assert answer is not None
-    descriptor = answer.awaited()
+    descriptor = answer.descriptor_to_poll()
     assert descriptor is not None
     assert select.select([descriptor], [], [], 60)[0] == [descriptor]
     into = memoryview(bytearray(9))
     assert answer.readinto(into) == 9
     assert into == BODY[1000:1009]
-    assert answer.awaited() is None
+    assert answer.descriptor_to_poll() is None
     answer.close()
     assert read(lane) == BODY[1000:500_000]
     assert server.connections == 2

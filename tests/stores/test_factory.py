@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from obstore.store import S3Store
 
 from dcp_objstore.stores.credentials import ANONYMOUS, Credentials
-from dcp_objstore.stores.obstore.factory import new_client_of, unsigned, with_token
+from dcp_objstore.stores.obstore.factory import new_client_of, signed_url, unsigned, with_token
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +70,7 @@ def test_no_host_has_a_proxy_where_the_environment_says_none(monkeypatch, variab
     assert ("proxy_url" in options) == ("proxy_excludes" in options) == is_excluded
 
 
-def test_a_token_is_used_until_a_minute_before_it_ends():
+def test_a_get_is_signed_by_a_token_until_a_minute_before_its_end_or_by_obstore():
     headers = {"x-ms-version": "1"}
     signed = with_token("https://host/k", {"token": "t", "expires_at": None}, headers)
     assert (signed.url, signed.until) == ("https://host/k", float("inf"))
@@ -78,5 +79,9 @@ def test_a_token_is_used_until_a_minute_before_it_ends():
     signed = with_token("https://host/k", {"token": "t", "expires_at": ends_at}, {})
     assert 239 < signed.until - time.monotonic() <= 240
     assert signed.origin == "https://host"
+    client = S3Store("bucket", access_key_id="a", secret_access_key="b", region="r")
+    signed = signed_url(client, "k")
+    assert "X-Amz-Expires=1800" in signed.url  # clocks may differ
+    assert signed.url.startswith("https://s3.r.amazonaws.com/bucket/k?")
     plain = unsigned("https://host/bucket")(None, "a b/ü~+%")
     assert (plain.url, plain.headers) == ("https://host/bucket/a%20b/%C3%BC~%2B%25", {})

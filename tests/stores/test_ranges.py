@@ -227,7 +227,7 @@ class Interruptible(Piecemeal):
         self.cancels: list[bool] = []
         self.closed = False
 
-    def awaited(self) -> int | None:
+    def descriptor_to_poll(self) -> int | None:
         return 7
 
     def cancel(self, *, at_once: bool) -> bool:
@@ -264,10 +264,10 @@ def test_a_range_is_closed_by_a_cancel_unless_that_had_to_be_at_once_and_cannot(
 def test_a_range_tells_what_to_poll_until_its_answer_has_begun():
     answer = Interruptible(Source(lambda left: left), 0, 1000)
     body = Range(answer.source, 0, 1000, nullcontext, answer)
-    assert body.awaited() == answer.awaited() == 7
+    assert body.descriptor_to_poll() == answer.descriptor_to_poll() == 7
     body.close()
-    assert body.awaited() is None
-    assert opened(answer.source).awaited() is None
+    assert body.descriptor_to_poll() is None
+    assert opened(answer.source).descriptor_to_poll() is None
 
 
 def test_an_answer_is_not_closed_while_it_is_cancelled():

@@ -278,11 +278,14 @@ def requests_to(server: Server, **settings: Any) -> Requests:
     return Requests(config, server.judge, None, StoreUrl("s3", secrets.token_hex(4), ""))
 
 
-def test_a_body_that_broke_off_may_be_asked_for_again_unless_it_is_no_outage(clock):
+def test_a_body_that_broke_off_may_be_asked_for_again_unless_it_is_no_outage(clock, monkeypatch):
+    reported = Mock()
+    monkeypatch.setattr(retries, "emit_retry", reported)
     requests = requests_to(Server(status=None))
     tries = requests.tries("open_range", "k")
     requests.wait_to_try_again(tries, OSError("broke off"), clock.now)
     assert tries.retries == 1
+    reported.assert_called_once_with("k", 2, "broke off", 0.0)
     with pytest.raises(CorruptDataError, match="another range"):
         requests.wait_to_try_again(tries, CorruptDataError("another range"), clock.now)
     assert tries.retries == 1

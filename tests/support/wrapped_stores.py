@@ -173,9 +173,9 @@ class WatchedRange:
         """Have the state of the object checked with each answer."""
         self._inner.hold(check)
 
-    def awaited(self) -> int | None:
+    def descriptor_to_poll(self) -> int | None:
         """Return what is to be polled until the answer has begun."""
-        return self._inner.awaited()
+        return self._inner.descriptor_to_poll()
 
     def cancel(self, *, at_once: bool) -> bool:
         """End a `readinto` that another thread is in, with an error."""

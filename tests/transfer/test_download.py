@@ -481,7 +481,7 @@ def test_a_worker_reads_the_answer_that_has_begun_and_waits_for_no_other(monkeyp
 
             if start == 20:
                 serve_next()
-            return Mock(awaited=lambda: begun, readinto=readinto)
+            return Mock(descriptor_to_poll=lambda: begun, readinto=readinto)
 
     consumed: dict[int, bytes] = {}
     load(
@@ -510,7 +510,7 @@ def test_where_no_answer_begins_only_the_first_is_waited_for(
 
         def open_range(self, key: str, start: int, end: int) -> Any:
             awaited = None if start == needs_no_wait else silent
-            return Mock(awaited=lambda: awaited, readinto=lambda _: read.append(start))
+            return Mock(descriptor_to_poll=lambda: awaited, readinto=lambda _: read.append(start))
 
     class Noted:
         def __init__(self) -> None:
@@ -700,7 +700,7 @@ def test_nothing_is_received_in_place_any_more_once_a_download_has_failed(comes)
                     cancelled.set()
                 return comes != "never"
 
-            return Mock(awaited=lambda: None, readinto=readinto, cancel=cancel)
+            return Mock(descriptor_to_poll=lambda: None, readinto=readinto, cancel=cancel)
 
     memory = memoryview(bytearray(15))
     with pytest.raises(ValueError, match="the caller's"):

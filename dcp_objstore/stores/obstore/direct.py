@@ -303,7 +303,7 @@ class DirectAnswer(Answer):
         e_tag = None if self._answer is None else self._answer.getheader("ETag")
         return None if e_tag is None else Version(e_tag)
 
-    def awaited(self) -> int | None:
+    def descriptor_to_poll(self) -> int | None:
         """Return the descriptor of the connection, until the answer has begun."""
         return self._socket.fileno() if self._answer is None and not self._cancelled else None
 
