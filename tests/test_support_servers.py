@@ -73,11 +73,16 @@ def sockets_of(ports: list[str]) -> list[Path]:
     return [path for port in ports for path in Path("/tmp").glob(f"seaweedfs-*-grpc-{port}.sock")]
 
 
-def test_seaweedfs_that_refuses_its_owner_is_given_up_with_its_answer_and_log(
-    monkeypatch, tmp_path
+@pytest.mark.parametrize(
+    ("then", "seconds", "says", "starts"),
+    [("exec sleep 60", 1, "403", 1), ("exit 3", 60, "status 3", 3)],
+)
+def test_seaweedfs_that_refuses_or_ends_is_given_up_with_its_answer_and_log(
+    then, seconds, says, starts, monkeypatch, tmp_path
 ):
+    """If it ends, another process may have taken a port in the meantime."""
     weed = tmp_path / "weed"
-    weed.write_text("#!/bin/sh\nseq 9\nexec sleep 60\n")
+    weed.write_text(f"#!/bin/sh\nseq 9\n{then}\n")
     weed.chmod(0o700)
     begun: list[object] = []
     start = seaweedfs.SeaweedServer._start
@@ -90,13 +95,13 @@ def test_seaweedfs_that_refuses_its_owner_is_given_up_with_its_answer_and_log(
         return Answer(201 if method == "POST" else 403, {}, b"")  # a bucket is made without a key
 
     monkeypatch.setattr(seaweedfs, "find_weed", lambda: str(weed))
-    monkeypatch.setattr(seaweedfs, "_START_SECONDS", 1)
+    monkeypatch.setattr(seaweedfs, "_START_SECONDS", seconds)
     monkeypatch.setattr(seaweedfs.SeaweedServer, "_start", count)
     with ScriptedServer(refuse) as server:
         ports = defaultdict(lambda: server.server_port)
         monkeypatch.setattr(seaweedfs, "_pick_ports", lambda: ports)
-        with pytest.raises(StoreUnavailableError, match="403") as caught:
+        with pytest.raises(StoreUnavailableError, match=says) as caught:
             seaweedfs.SeaweedServer()
-    assert len(begun) == 1
+    assert len(begun) == starts
     (log,) = caught.value.__notes__
     assert len(log.splitlines()) > 5

@@ -23,6 +23,7 @@ import dcp_objstore as dos
 from dcp_objstore.cli import demo_crew
 from dcp_objstore.cli.demo import Demo, a_run, digests, report_text, run_demo
 from dcp_objstore.cli.demo_crew import Crew, DemoFailedError, Ended
+from dcp_objstore.doctor.scratch import Scratch, Unremoved
 from dcp_objstore.errors import CheckpointNotFoundError, RankFailedError
 from dcp_objstore.stores import StoreSpec, open_store
 from tests.support.command_line import environment, run_here
@@ -175,6 +176,14 @@ def test_a_proof_that_fails_ends_the_demo_with_status_1(monkeypatch, capsys, tmp
     shown = capsys.readouterr()
     assert shown.err == "dcp-objstore: the demo failed: the state differs\n"
     assert list(open_store(f"file://{tmp_path}").list()) == [], "cleaned up all the same"
+
+
+def test_a_run_that_cannot_be_removed_is_named(tmp_path, monkeypatch, capsys):
+    for unremoved in (Unremoved(["key"], "403", listed=True), Unremoved([], "403", listed=False)):
+        monkeypatch.setattr(Scratch, "remove", lambda _, unremoved=unremoved: unremoved)
+        with pytest.raises(SystemExit), a_run(StoreSpec(tmp_path.as_uri()), Alone()) as run:
+            pass
+        assert capsys.readouterr().err == f"dcp-objstore: left behind: {run.url} (403)\n"
 
 
 STATE = {"a": "1", "b": "2"}
@@ -378,6 +387,10 @@ def test_what_the_demo_cannot_do_is_said_before_any_rank_starts(tmp_path):
     done = run_here("demo", *url, **under_torchrun)
     assert done.returncode == 2
     assert "torchrun has started 1 rank" in done.stderr
+    under_torchrun["WORLD_SIZE"] = "2"
+    for words, says in (((), "needs a store: --url"), ((*url, "--ranks", "3"), "without --ranks")):
+        done = run_here("demo", *words, **under_torchrun)
+        assert (done.returncode, says in done.stderr) == (2, True), done.stderr
     assert list(open_store(tmp_path.as_uri()).list()) == []
 
 

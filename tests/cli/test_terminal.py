@@ -11,6 +11,7 @@ import torch
 
 import dcp_objstore as dos
 from dcp_objstore.cli.terminal import age
+from dcp_objstore.doctor import Finding
 from dcp_objstore.errors import CheckpointCorruptError, StateMismatchError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.stores.errors import redacted
@@ -39,6 +40,50 @@ def test_an_age_is_in_the_largest_unit_of_which_there_are_two():
         seconds: age(datetime.now(UTC) - timedelta(seconds=seconds)) for seconds in ages
     } == ages
     assert age(None) == "-"
+
+
+def test_doctor_prints_a_table_and_what_it_comes_to(monkeypatch):
+    denied = {"error": "PermissionDeniedError"}
+    role = "Allow s3:PutObject to the role that the job has, on everything below this prefix."
+    findings = [
+        Finding("list", "ok", "first"),
+        Finding("put", "failed", "403 " * 20, role, denied),
+        Finding("multipart", "not made", "no right to put", "allow it"),
+        Finding("copy", "not made", "no right to put", "allow it"),
+        Finding("delete", "not made", "another reason", f"`aws {'x' * 60}`"),
+        Finding("clock", "warning", "12 s late"),
+        Finding("lifecycle", "not applicable", "none"),
+    ]
+    monkeypatch.setattr("dcp_objstore.doctor.check_up", lambda *_: (one for one in findings))
+    done = run_here("doctor", "file:///b", COLUMNS="80")
+    assert (done.returncode, done.stdout) == (
+        1,
+        f"""\
+file:///b
+
+list                ok        first
+put                 FAILED    403 403 403 403 403 403 403 403 403 403 403 403
+                              403 403 403 403 403 403 403 403
+                              -> Allow s3:PutObject to the role that the job
+                                 has, on everything below this prefix.
+multipart           not made  no right to put
+                              -> allow it
+delete              not made  another reason
+                              -> `aws {"x" * 60}`
+clock               warning   12 s late
+lifecycle           n/a       none
+
+FAILED: put
+warnings: clock
+not made: multipart, copy, delete
+Rights come from the policy of the user or role, and the bucket's own must not
+deny them; servers other than AWS may call them differently.
+""",
+    )
+    del findings[1]
+    fit = run_here("doctor", "file:///b", COLUMNS="80")
+    summary = ["fit to hold checkpoints", "warnings: clock", "not made: multipart, copy, delete"]
+    assert (fit.returncode, fit.stdout.splitlines()[-3:]) == (0, summary)
 
 
 def test_colours_are_for_terminals_alone(tmp_path):
