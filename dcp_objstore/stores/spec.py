@@ -266,9 +266,9 @@ def _with_transport(
     Raises:
         ConfigError: there is no such transport, or the two contradict each other.
     """
-    chosen = options.get("transport") if isinstance(options, Mapping) else None
-    if options is None or chosen is None:
+    if not isinstance(options, Mapping) or options.get("transport") is None:
         return options, config
+    chosen = options["transport"]
     # "native" is the default, so it may not have been chosen.
     if config.transport not in ("native", chosen):
         raise ConfigError(

@@ -128,7 +128,8 @@ class PinnedStore(WrappedStore):
             PreconditionFailedError: another writer replaced an object.
         """
         # Without conditional updates a version may be empty.
-        tells_versions = self.capabilities.listed_versions and self.capabilities.conditional_update
+        claims = self.capabilities
+        tells_versions = claims.listed_versions and claims.conditional_update
         for meta in self.inner.list(prefix):
             if tells_versions:
                 self._check(meta.key, meta.version)

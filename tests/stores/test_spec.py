@@ -125,6 +125,8 @@ def test_specs_are_equal_by_url_options_and_settings():
     assert spec == StoreSpec("s3://bucket/x/", dict(NESTED))
     assert not any(spec == other for other in [*others, spec.url])
     assert len({spec, StoreSpec("s3://bucket/x", dict(NESTED)), *others}) == 4
+    unhashable = [StoreSpec("sftp://host/x", {"keys": {"a": [{number}]}}) for number in (1, 2)]
+    assert unhashable[0] == unhashable[0].at("sftp://host/x") != unhashable[1]
     stripped = pickle.loads(pickle.dumps(StoreSpec("s3://bucket/x", OPTIONS, patient)))
     moved = stripped.at("s3://bucket/y")
     assert (moved.config, moved.stripped) == (patient, ("key", "secret", "token"))
