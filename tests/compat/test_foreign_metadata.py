@@ -7,6 +7,7 @@ import gc
 import pickle
 
 import pytest
+import torch
 from torch.distributed.checkpoint import filesystem, metadata as stock
 
 from dcp_objstore.compat import foreign
@@ -75,6 +76,8 @@ def test_hand_made_metadata_is_valid_so_that_only_the_hostile_part_is_refused():
         ("pathlib", "PosixPath", ("/", "a", "b"), "/a/b"),
         ("pathlib._local", "PosixPath", ("/a/b",), "/a/b"),
         ("pathlib", "WindowsPath", ("C:\\", "a"), "C:\\a"),
+        ("pathlib", "PurePosixPath", ("/", "a"), "/a"),
+        ("pathlib._local", "PureWindowsPath", ("C:\\", "a"), "C:\\a"),
         ("pathlib", "PosixPath", ("/", "bad\udcff"), "/bad?"),
     ],
 )
@@ -83,6 +86,25 @@ def test_checkpoint_id_becomes_text(module, cls, parts, expected):
     meta = p.made(p.METADATA, "StorageMeta", checkpoint_id=place, save_id=p.text("s"))
     decoded = decode_metadata(p.metadata(meta=meta)).storage_meta
     assert decoded == stock.StorageMeta(expected, "s")
+
+
+def test_a_memory_format_is_found_by_its_number_and_by_its_name():
+    formats = {
+        "TORCH_CONTIGUOUS_FORMAT": torch.contiguous_format,
+        "TORCH_CHANNELS_LAST": torch.channels_last,
+        "TORCH_PRESERVE_FORMAT": torch.preserve_format,
+    }
+    shard = "torch.distributed._shard.sharded_tensor.metadata"
+    for number, (name, wanted) in enumerate(formats.items()):
+        for enum in ((p.METADATA, "_MEM_FORMAT_ENCODING"), (shard, "MEM_FORMAT_ENCODING")):
+            by_name = [
+                p.call(module, "getattr", p.name(*enum), p.text(name))
+                for module in ("builtins", "__builtin__")
+            ]
+            for encoding in (p.call(*enum, p.number(number)), *by_name):
+                tensor = p.tensor(p.properties(encoding=encoding))
+                decoded = decode_metadata(p.metadata(p.mapped({p.text("w"): tensor})))
+                assert decoded.state_dict_metadata["w"].properties.memory_format is wanted
 
 
 def transforms_of(value: bytes) -> list[str] | None:
@@ -118,6 +140,12 @@ def test_what_is_just_within_its_limits_is_read():
         p.mapped({p.text("w"): planner}),
     )
     same(decode_metadata(body), unpickled(body))
+    # A key of 17 parts, and 100 marks, of which one is open around what is dropped.
+    key = p.mapped({p.tupled(*[p.NONE] * 16): p.NONE})
+    for dropped in (key, b"](" * 99 + b"e" * 99):
+        decode_metadata(p.metadata(mcore_data=dropped))
+    with pytest.raises(CheckpointCorruptError, match="marks"):
+        decode_metadata(p.metadata(mcore_data=b"](" * 100 + b"e" * 100))
 
 
 def shared(value: bytes, uses: int) -> bytes:

@@ -190,9 +190,13 @@ def test_what_abuses_a_value_that_runs_nothing_is_refused_and_changes_nothing(na
 
 
 def test_where_torch_may_load_nothing_else_it_decides_alone(monkeypatch):
-    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
-    with pytest.raises(UntrustedPickleError, match=r"datetime\.time"):
-        check_safe(saved(datetime.time(23, 59, 58)), "key", trust_pickle=False)
+    body = saved(["not one that is remembered" * 200, datetime.time(23, 59, 58)])
+    for forced in ("1", "y", "yes", "TRUE"):
+        monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", forced)
+        with pytest.raises(UntrustedPickleError, match=r"datetime\.time"):
+            check_safe(body, "key", trust_pickle=False)
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")
+    check_safe(body, "key", trust_pickle=False)
 
 
 def test_an_error_names_only_what_keeps_a_value_from_being_loaded():

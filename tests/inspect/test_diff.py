@@ -186,6 +186,8 @@ VALUES: list[Any] = [
     *(torch.ones(1).half(), torch.ones(1).bfloat16(), torch.ones(2)[::2].to_sparse()),
     *(deque([torch.ones(3)]), deque([torch.zeros(3)]), deque([torch.ones(3)], 5), deque([NAN, 1])),
     *(OrderedDict(a=1, b=2), OrderedDict(b=2, a=1), {"a": 1, "b": 2}, Counter(a=1, b=2)),
+    *(torch.nn.Parameter(torch.zeros(3)), torch.ones(2, dtype=torch.complex64) * 1j, None, 1j),
+    *(torch.zeros(3).untyped_storage(), torch.zeros(4).untyped_storage(), len, print, seeded, ...),
     *(defaultdict(int, a=1), defaultdict(list, a=1), Opaque(1), Opaque(True), Opaque, io.BytesIO()),
 ]
 
@@ -196,6 +198,11 @@ def test_values_are_compared_bit_for_bit_with_their_types():
         digests.append(next(n for n, other in enumerate(VALUES) if compare.same(one, other)))
     assert digests == [*range(len(VALUES))] * 2
     assert compare.same({"a": 1, "b": {3, "x"}}, {"b": {"x", 3}, "a": 1})
+    viewed = torch.tensor([1 - 1j]).conj()
+    assert compare.same(viewed, torch.tensor([1 + 1j]))
+    assert compare.same(viewed.imag, torch.tensor([1.0]))
+    assert compare.same(torch.ones(3, 2).t(), torch.ones(2, 3))
+    assert compare.same(torch.zeros(2, requires_grad=True), torch.zeros(2))
 
 
 def test_what_repeats_or_contains_itself_is_compared_in_proportion_to_its_size():

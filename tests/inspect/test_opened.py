@@ -27,6 +27,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
     UntrustedPickleError,
 )
+from dcp_objstore.inspect import checkpoint, diff
 from tests.support import hostile, pickles
 from tests.support.hostile_cases import many_times_one_chunk
 from tests.support.ranks import run_ranks
@@ -119,6 +120,11 @@ def test_an_absent_key_is_a_key_error_with_the_nearest_names(url):
     assert type(caught.value) is AbsentKeyError
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     assert ckpt.get("nothing") is None
+    with pytest.raises(AbsentKeyError, match="3"):
+        ckpt[3]
+    with pytest.raises(StateMismatchError) as caught:
+        ckpt.matching("nothing")
+    assert caught.value.url == url
 
 
 def test_a_state_dict_comes_back_nested_as_it_was_saved_or_flat(url):
@@ -293,6 +299,64 @@ def test_a_quantized_tensor_is_refused_by_name_where_it_would_be_made(tmp_path):
             read()
         assert caught.value.key == "q"
     assert torch.equal(opened.read("x", progress=False)["x"], torch.ones(2))
+
+
+def test_a_metadata_that_claims_far_more_than_its_objects_have_is_refused(tmp_path):
+    def put(elements: int) -> None:
+        shape, zero = pickles.size(elements), pickles.size(0)
+        tensor = pickles.tensor(shape=shape, chunks=pickles.listed(pickles.chunk(zero, shape)))
+        items = pickles.mapped({pickles.text("w"): tensor})
+        places = pickles.mapped({pickles.index(offset=zero): pickles.info()})
+        for key, body in hostile.foreign(pickles.metadata(items, places)).items():
+            (tmp_path / key).write_bytes(body)
+
+    put(2**34 + 1)
+    opened = dos.open(tmp_path.as_uri())
+    with pytest.raises(CheckpointCorruptError, match="claims tensors") as caught:
+        opened.read()
+    assert caught.value.url == tmp_path.as_uri()
+    (tmp_path / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointCorruptError, match="__0_0"):
+        opened.read()
+
+
+class OpenedError(Exception):
+    """What `open` was called with."""
+
+
+def test_the_settings_of_a_read_and_a_comparison_are_those_of_the_opening(monkeypatch):
+    shared: dict[str, Any] = {
+        "config": dos.TransferConfig(request_size_bytes=8 * MIB),
+        "verify": False,
+        "trust_pickle": True,
+    }
+    calls = []
+
+    def opening(url: str, **settings: Any) -> None:
+        calls.append((url, settings))
+        if url != "s3://bucket/first":
+            raise OpenedError
+
+    for module in (checkpoint, diff):
+        name = "open" if module is checkpoint else "open_checkpoint"
+        monkeypatch.setattr(module, name, opening)
+    read: dict[str, Any] = {
+        **shared,
+        "storage_options": {"key": "a"},
+        "rename": [("a", "b")],
+        "on_event": print,
+        "trace": "trace.json",
+    }
+    with pytest.raises(OpenedError):
+        dos.read_state_dict("s3://bucket/x", **read)
+    assert calls == [("s3://bucket/x", read)]
+    keys: dict[str, Any] = {"storage_options": {"key": "a"}, "other_storage_options": {"key": "b"}}
+    with pytest.raises(OpenedError):
+        dos.diff("s3://bucket/first", "s3://bucket/other", **shared, **keys)
+    assert calls[1:] == [
+        ("s3://bucket/first", {**shared, "storage_options": {"key": "a"}}),
+        ("s3://bucket/other", {**shared, "storage_options": {"key": "b"}}),
+    ]
 
 
 def test_bad_arguments_and_absent_checkpoints_are_typed(tmp_path):

@@ -102,12 +102,14 @@ def test_places_become_dicts_and_lists_again():
         "free.key": None,
     }
     assert nested({"a.b": 1}, None) == {"a.b": 1}
+    # 100,000 entries may be empty, beside those that the steps of the place may fill.
+    assert len(nested({"x": 1}, {"x": ("l", 100_001)})["l"]) == 100_002
 
 
 @pytest.mark.parametrize(
     "places",
     [
-        {"x": ("a", 10**9), "y": ("b",)},
+        {"x": ("a", 100_002), "y": ("b",)},
         {"x": ("a", -1), "y": ("b",)},
         {"x": ("a",), "y": ("a",)},
         {"x": ("a",), "y": ("a", "b")},
@@ -137,3 +139,9 @@ def test_the_modules_of_a_checkpoint_are_a_tree_by_the_dots_in_its_keys(tmp_path
     assert list(root.entries) == ["step"]
     assert root.bytes_by_dtype()["value"] == ckpt["step"].nbytes
     assert list(ckpt.modules("model.a.*").walk()) == [ckpt["model.a.b"]]
+    assert (ckpt.commit_id, ckpt.created_at, ckpt.world_size, ckpt.user_metadata) == (None,) * 4
+    dos.save({".".join("x" * 70): 1}, (tmp_path / "deep").as_uri(), progress=False)
+    module = dos.open((tmp_path / "deep").as_uri()).modules()
+    for _ in range(64):
+        (module,) = module.modules.values()
+    assert (module.name, list(module.entries)) == (".".join("x" * 64), ["x.x.x.x.x.x"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.checkpoint.read import open_committed
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import CheckpointNotFoundError, ConfigError
+from dcp_objstore.inspect import verify as verify_module
 from dcp_objstore.inspect.verify import _elements
 from dcp_objstore.stores import open_store
 from tests.support.servers import Bucket
@@ -96,6 +98,20 @@ def test_a_quick_verification_reads_no_tensor_and_finds_what_is_missing_or_cut(b
     ckpt = dos.open(bucket.at("run/step-1"), storage_options=options)
     report = ckpt.verify(quick=True)
     assert (report.ok, report.quick, report.blocks, report.total_bytes) == (True, True, 0, 0)
+
+
+def test_each_step_is_verified_with_the_settings_of_the_call(tmp_path, monkeypatch):
+    url, config = (tmp_path / "run").as_uri(), dos.TransferConfig(request_size_bytes=8 * MIB)
+    dos.save({"w": torch.ones(3)}, f"{url}/step-1", progress=False)
+    calls = []
+    monkeypatch.setattr(verify_module, "verify_at", lambda *args, **how: calls.append((args, how)))
+    for how in ({"quick": True, "deep": False}, {"quick": False, "deep": True}):
+        settings: dict[str, Any] = {"on_event": print, "trace": "trace.json", "progress": False}
+        next(dos.verify_run(url, config=config, **how, **settings))
+        ((spec, events), settings_of_step) = calls.pop()
+        assert (spec.url, spec.config) == (f"{url}/step-1", config)
+        assert (events.on_event, str(events.trace)) == (print, "trace.json")
+        assert settings_of_step == {**how, "progress": False}
 
 
 def test_wrong_calls_say_what_is_wrong(tmp_path):
