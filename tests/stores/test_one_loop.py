@@ -85,7 +85,8 @@ def test_a_connection_that_is_hung_up_counts_as_a_try(adapter, verb):
     ("verb", "adapter"),
     cases(
         itertools.product(["put", "put_absent", "delete"], ADAPTERS),
-        default=[*(("put_absent", adapter) for adapter in ADAPTERS), ("delete", "obstore")],
+        # Of boto3 another test looks at the time-outs, and which of them each operation has.
+        default=[("put_absent", "obstore"), ("put_absent", "s3fs"), ("delete", "obstore")],
     ),
 )
 def test_a_small_write_to_a_silent_server_has_a_third_of_the_stall_time_out(

@@ -73,14 +73,10 @@ judge_botocore = partial(errors.judge, read=read_botocore)
 
 def client_error(error: BaseException) -> Any:
     """Return the `ClientError`, an answer, that an error is or was raised from; None if none."""
-    return next(
-        (
-            cause
-            for cause in errors.causes(error)
-            if errors.is_of(type(cause), "botocore.ClientError")
-        ),
-        None,
-    )
+    for cause in errors.causes(error):
+        if errors.is_of(type(cause), "botocore.ClientError"):
+            return cause
+    return None
 
 
 def code_of(error: BaseException) -> str:
@@ -146,9 +142,7 @@ def _meaning_of_silence(error: Exception) -> Meaning:
         # RemoteDisconnected is a BadStatusLine, too.
         if type(cause) is http.client.BadStatusLine:
             return errors.NO_HTTP
-    meanings = (
-        meaning
-        for types, meaning in _NO_ANSWERS.items()
-        if errors.is_of(type(error), *types.split())
-    )
-    return next(meanings, Meaning(DcpObjstoreError))
+    for types, meaning in _NO_ANSWERS.items():
+        if errors.is_of(type(error), *types.split()):
+            return meaning
+    return Meaning(DcpObjstoreError)
