@@ -629,6 +629,7 @@ def test_credentials_are_asked_for_again_before_they_end():
         provider = Renewing("a place", ask, now=lambda: now)  # noqa: B023  called at once
         due_at = None if due_after is None else NOW + timedelta(minutes=due_after)
         assert provider() == provider() == {"token": 1, "expires_at": due_at}
+        assert provider.refresh_threshold == timedelta(0)  # obstore comes no sooner
         now = (due_at or NOW) - timedelta(seconds=1)
         assert provider()["token"] == 1
         now += timedelta(seconds=1)

@@ -1,0 +1,59 @@
+"""Whose credentials a store is asked with, and what its server says, for a diagnosis."""
+
+from __future__ import annotations
+
+import fsspec
+import pytest
+
+from dcp_objstore.errors import StoreUnavailableError
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.diagnosis import Identity, ask_region, identify, named_server
+from tests.support.scripted import Answer, ScriptedServer, refusing
+
+KEYS = {"key": "AKIA0123456789AB", "secret": "SECRET", "region": "r"}
+
+
+def test_an_identity_names_its_source_and_shows_no_secret():
+    found = identify(StoreSpec("s3://bucket/run", KEYS))
+    assert found == Identity(found.source if found else "", "AKIA…89AB", None)
+    assert "storage_options" in str(found)
+    assert "SECRET" not in str(found)
+    public = identify(StoreSpec("s3://bucket/run", {"anon": True}))
+    assert public == Identity("anonymous", None, None)
+    azure = StoreSpec("az://box/run", {"account_name": "acct", "account_key": "a2V5"})
+    shown = identify(azure)
+    assert shown is not None and (shown.access_key, shown.account) == (None, "acct")
+    fs = fsspec.filesystem("memory")
+    for url, options in (
+        ("memory://x", None),
+        ("file:///tmp/x", None),
+        ("memory://x", {"fs": fs}),
+        ("sftp://host/x", {"host": "h"}),
+    ):
+        assert identify(StoreSpec(url, options)) is None, url
+
+
+def test_the_region_is_asked_for_by_one_head_without_credentials():
+    answers = iter([{"x-amz-bucket-region": "eu-west-3"}, {}])
+    with ScriptedServer(lambda *_: Answer(403, next(answers), b"")) as server:
+        options = {**KEYS, "endpoint_url": f"{server.endpoint_url}/"}
+        spec = StoreSpec("s3://bucket/run", options)
+        assert ask_region(spec) == "eu-west-3"
+        assert ask_region(spec) is None
+        assert [row[:2] for row in server.requests] == [("HEAD", "/bucket")] * 2
+        assert not any("uthorization" in name for row in server.requests for name in row[2])
+        assert named_server(spec) == (server.endpoint_url, "r")
+        elsewhere = {"anon": True, "endpoint_url": server.endpoint_url}
+        other = StoreSpec("gs://bucket/run", elsewhere)
+        assert ask_region(other) is None
+        assert named_server(other) == (server.endpoint_url, None)
+        assert len(server.requests) == 2
+    with refusing() as endpoint_url:
+        spec = StoreSpec("s3://bucket/run", {**KEYS, "endpoint_url": endpoint_url})
+        with pytest.raises(StoreUnavailableError) as caught:
+            ask_region(spec)
+        assert caught.value.url == "s3://bucket/run"
+    assert named_server(StoreSpec("memory://x")) == (None, None)
+    for transport in ("native", "boto3"):
+        aws = StoreSpec("s3://bucket", {**KEYS, "transport": transport})
+        assert named_server(aws) == ("https://s3.r.amazonaws.com", "r")
