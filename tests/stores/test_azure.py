@@ -8,6 +8,7 @@ import pickle
 import re
 import sys
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,6 +192,10 @@ def test_account_and_endpoint_come_from_wherever_they_are_named(no_azure, monkey
     assert found(connection_string=f"{string};EndpointSuffix=core.usgovcloudapi.net") == (
         "a", "https://a.blob.core.usgovcloudapi.net",
     )  # fmt: skip
+    bare = f" AccountName = a ; AccountKey={KEY};EndpointSuffix=core.x; "
+    assert found(connection_string=bare) == ("a", "https://a.blob.core.x")
+    with pytest.raises(ConfigError, match="which storage account"):
+        found(connection_string=f"AccountKey={KEY};EndpointSuffix=core.x")
     emulator = found(connection_string="UseDevelopmentStorage=true")
     assert emulator == (ACCOUNT, f"http://127.0.0.1:10000/{ACCOUNT}")
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"{string};EndpointSuffix=core.x")
@@ -309,8 +314,31 @@ def test_identities_of_azure_identity_are_asked_for_tokens(no_azure):
         find_azure_credentials(parse(AzureOptions, {"account_name": "a", "credential": OfAio()}))
 
 
+def test_another_default_chain_is_made_only_for_other_tokens(no_azure, monkeypatch):
+    made: list[object] = []
+
+    class Provider:
+        def __init__(self, credential: object) -> None:
+            made.append(credential)
+
+        def __call__(self) -> dict[str, object]:
+            return {"token": f"t{len(made)}", "expires_at": None}
+
+    monkeypatch.setattr("obstore.auth.azure.AzureCredentialProvider", Provider)
+    found = find_azure_credentials(AzureOptions(account_name="a"))
+    assert found.source == "azure-identity's DefaultAzureCredential"
+    ask: Any = found.provider
+    assert [ask.ask(others)["token"] for others in (False, False, True, False)] == [
+        "t1", "t1", "t2", "t2"
+    ]  # fmt: skip
+    assert made == [None, None]
+
+
 def test_without_azure_identity_what_to_do_is_said(no_azure, monkeypatch):
     monkeypatch.setitem(sys.modules, "azure", None)
+    identity = SimpleNamespace(get_token=lambda *_: None)
+    with pytest.raises(CredentialsError, match="'credential' needs azure-identity"):
+        find_azure_credentials(AzureOptions(account_name="a", credential=identity))
     with pytest.raises(CredentialsError) as caught:
         find_azure_credentials(
             parse(AzureOptions, {"account_name": "a", "endpoint_url": "http://127.0.0.1:1"})

@@ -413,7 +413,9 @@ def test_a_service_account_gives_tokens_wherever_its_key_is(
     tokens = []
 
     def ask(**options: object) -> None:
-        provider = find_gcs_credentials(parse(GcsOptions, options)).provider
+        found = find_gcs_credentials(parse(GcsOptions, options))
+        assert found.account_name == service_key["client_email"]
+        provider = found.provider
         assert provider is not None
         tokens.append(provider()["token"])
         assert provider()["token"] == tokens[-1]  # asked for once

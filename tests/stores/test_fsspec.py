@@ -222,6 +222,9 @@ def test_on_an_object_store_a_small_object_is_one_put_and_a_large_one_goes_in_pa
     assert list(of_an_object_store.uploaded.values()) == [[bytes(PART), b"rest"]]
 
 
+MIDNIGHT = datetime(2026, 1, 1, tzinfo=UTC)
+
+
 class Changing(MemoryFileSystem):
     """Says that an object is in the next of some states, each time that it is asked."""
 
@@ -230,7 +233,8 @@ class Changing(MemoryFileSystem):
 
     def info(self, path: str, **_: object) -> dict[str, object]:
         self.state = next(self.states)
-        return {"name": path, "size": len(self.state), "type": "file", "ETag": self.state}
+        told = {"ETag": self.state, "LastModified": MIDNIGHT}
+        return {"name": path, "size": len(self.state), "type": "file", **told}
 
     def cat_file(self, path: str, *_: object, **__: object) -> bytes:
         return self.state.encode()
@@ -243,13 +247,11 @@ def test_body_and_metadata_of_an_object_are_of_one_state():
     body, meta = store.get("k", max_size_bytes=9)
     assert (body, meta.size_bytes) == (b"cc", 2)
     assert "cc" in str(meta.version.e_tag)
+    assert meta.last_modified > MIDNIGHT, "the times of an unknown filesystem are not trusted"
     fs.states = iter("abcdef")
     with pytest.raises(StoreUnavailableError, match="each of 5 reads"):
         store.get("k", max_size_bytes=9)
     assert not list(fs.states)
-
-
-MIDNIGHT = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def test_the_time_of_a_write_is_known_in_whatever_form_a_filesystem_gives_it(
@@ -304,6 +306,8 @@ def test_a_prefix_of_other_keys_is_not_taken_for_an_object_that_was_put(tmp_path
     with pytest.raises(InputError, match="prefix"):
         store.put("a", b"2")
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
+    (tmp_path / "a" / ".dcp-objstore.0123.tmp").write_text("of a write that was killed")
+    assert [meta.key for meta in store.list()] == ["a/b"]
 
 
 @pytest.mark.backends("seaweed", "moto", "ceph")

@@ -155,6 +155,7 @@ def test_each_client_waits_as_long_as_its_use_allows(seconds, small, whole, betw
     for use, timeout in (("write", whole), ("small", small), ("read", between)):
         made = spec.boto3_clients().get(use).meta.config  # type: ignore[arg-type]
         assert (made.read_timeout, made.connect_timeout) == (timeout, seconds[1])
+        assert spec.boto3_clients().get(use).meta.config is made, "it is made once"  # type: ignore[arg-type]
     pytest.importorskip("s3fs")
     over_s3fs = make_filesystems(spec.parsed, spec.storage_options, config)
     for fs, timeout in ((over_s3fs.write, whole), (over_s3fs.read, between)):

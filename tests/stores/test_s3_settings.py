@@ -20,7 +20,7 @@ from dcp_objstore.stores.credentials import Credentials
 from dcp_objstore.stores.gcs.options import GcsOptions
 from dcp_objstore.stores.options import parse
 from dcp_objstore.stores.protocol import IfAbsent
-from dcp_objstore.stores.s3.endpoint import is_virtual, s3_checksum, s3_server
+from dcp_objstore.stores.s3.endpoint import s3_checksum, s3_server
 from dcp_objstore.stores.s3.options import S3Options
 from dcp_objstore.stores.s3.s3fs import S3Filesystems, make_s3fs
 from dcp_objstore.stores.s3.upload import Checksums, checksums_for
@@ -212,6 +212,7 @@ EXPRESS = "name--euw1-az2--x-s3"
     ("url", "options", "line"),
     [
         ("s3://bkt/x", {}, "CONNECT bkt.s3.eu-west-1.amazonaws.com:443"),
+        ("s3://bkt/x", {"addressing_style": "auto"}, "CONNECT bkt.s3.eu-west-1.amazonaws.com:443"),
         ("s3://bkt/x", {"addressing_style": "path"}, "CONNECT s3.eu-west-1.amazonaws.com:443"),
         ("s3://dotted.bkt/x", {}, "CONNECT s3.eu-west-1.amazonaws.com:443"),
         (
@@ -486,24 +487,6 @@ def test_a_region_that_aws_does_not_have_is_refused():
         s3_server(S3Options(region="a_b"), Credentials(""))
 
 
-@pytest.mark.parametrize(
-    ("style", "endpoint", "name", "expected"),
-    [
-        ("virtual", "http://x", "b", True),
-        ("virtual", None, "b.c", True),
-        ("path", None, "b", False),
-        ("auto", None, "b", True),
-        (None, None, "b", True),
-        (None, None, "b.c", False),
-        (None, "http://x", "b", False),
-    ],
-)
-def test_the_bucket_is_in_the_host_where_that_is_asked_for_or_works(
-    style, endpoint, name, expected
-):
-    assert is_virtual(style, endpoint, name) == expected
-
-
 class Kept(SimpleNamespace):
     """Keeps its options, in the place of a filesystem of s3fs."""
 
@@ -565,3 +548,20 @@ def test_gcsfs_names_the_project_that_pays(options, payer):
 def test_gcsfs_refuses_requester_pays_without_a_project():
     with pytest.raises(ConfigError, match="project"):
         StoreSpec("gs://b", {"anon": True, "requester_pays": True, "transport": "fsspec"})
+
+
+def test_gcsfs_gets_every_setting_that_it_has():
+    config = TransferConfig(request_timeout_seconds=77, connect_timeout_seconds=7)
+    url = parse_url("gs://bucket")
+    given = {"token": "google_default", "anon": True, "project": "p", "endpoint_url": "http://x"}
+    options = dict(make_filesystems(url, given, config).read.storage_options)
+    time_out = options.pop("requests_timeout")
+    assert (time_out.total, time_out.sock_connect) == (77, 7)
+    assert options == {
+        "token": "anon",
+        "project": "p",
+        "endpoint_url": "http://x",
+        "requester_pays": False,
+    }
+    with pytest.raises(ConfigError, match="no 'verify'"):
+        make_filesystems(url, {**given, "verify": False}, config)

@@ -54,6 +54,8 @@ def test_an_upload_that_ends_meanwhile_is_no_error_and_what_is_refused_is_one():
     def answer(method: str, target: str, _nth: int) -> tuple[int, dict[str, str], bytes]:
         if "uploads" in target:
             return 200, {"Content-Type": "application/xml"}, LISTED
+        if "lifecycle" in target:
+            return 200, {}, b"<LifecycleConfiguration></LifecycleConfiguration>"
         status, code = wrong
         return status, {}, f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode()
 
@@ -74,6 +76,29 @@ def test_an_upload_that_ends_meanwhile_is_no_error_and_what_is_refused_is_one():
                 with pytest.raises(expected) as caught:
                     ask()
                 assert caught.value.url == "s3://bucket/run"
+        assert uploads.lifecycle_rules() == (), "the one request that knows no payer"
+
+
+def test_an_upload_of_more_parts_than_a_page_has_is_as_large_as_all_of_them():
+    page = (
+        "<ListPartsResult><IsTruncated>{more}</IsTruncated><NextPartNumberMarker>1"
+        "</NextPartNumberMarker><Part><PartNumber>1</PartNumber><Size>{size}</Size></Part>"
+        "</ListPartsResult>"
+    )
+
+    def answer(method: str, target: str, _nth: int) -> tuple[int, dict[str, str], bytes]:
+        if "uploads" in target:
+            return 200, {"Content-Type": "application/xml"}, LISTED
+        goes_on = "part-number-marker=1" in target
+        return (
+            200,
+            {},
+            page.format(more=str(not goes_on).lower(), size=4 if goes_on else 3).encode(),
+        )
+
+    with Scripted(answer) as scripted:
+        (one,) = open_uploads(scripted.spec()).list()
+    assert one.size_bytes == 7
 
 
 def test_stores_that_have_none_say_so(monkeypatch):
