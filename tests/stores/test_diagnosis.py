@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import fsspec
 import pytest
 
@@ -54,6 +56,18 @@ def test_the_region_is_asked_for_by_one_head_without_credentials():
             ask_region(spec)
         assert caught.value.url == "s3://bucket/run"
     assert named_server(StoreSpec("memory://x")) == (None, None)
-    for transport in ("native", "boto3"):
-        aws = StoreSpec("s3://bucket", {**KEYS, "transport": transport})
-        assert named_server(aws) == ("https://s3.r.amazonaws.com", "r")
+
+
+def test_aws_is_asked_at_the_server_of_the_region(monkeypatch):
+    asked: list[str] = []
+
+    def answer(request: Any, *_: object) -> tuple[int, dict[str, str], bytes]:
+        asked.append(request.full_url)
+        return 200, {"x-amz-bucket-region": "r"}, b""
+
+    monkeypatch.setattr("dcp_objstore.stores.diagnosis.answer_to", answer)
+    for region, endpoint_url in (("eu-west-3", None), ("r", "https://s3.r.amazonaws.com")):
+        spec = StoreSpec("s3://bucket", {**KEYS, "region": region})
+        assert named_server(spec) == (endpoint_url, region)
+        assert ask_region(spec) == "r"
+    assert asked == [f"https://s3.{region}.amazonaws.com/bucket" for region in ("eu-west-3", "r")]
