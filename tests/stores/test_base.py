@@ -70,6 +70,7 @@ def test_the_buffer_of_a_request_that_failed_dies_with_the_error(transport):
 
 def test_what_is_left_of_an_upload_is_said_after_the_advice_of_its_error(store, monkeypatch):
     def expire(_self, _place, source, *_):
+        assert list(source) == [b"x"]  # its end is no error that hides this one
         source.left_parts = True
         raise expired
 
@@ -276,6 +277,7 @@ def test_ranges_and_streams_are_cut_into_as_few_equal_parts_as_may_be():
         (10, 5, [(0, 5), (5, 10)]),
         (11, 5, [(0, 4), (4, 8), (8, 11)]),
         (3, 9, [(0, 3)]),
+        (2, 1, [(0, 1), (1, 2)]),
         (0, 9, []),
     ):
         assert list(cut_range(0, end, most)) == parts
@@ -294,3 +296,4 @@ def test_ranges_and_streams_are_cut_into_as_few_equal_parts_as_may_be():
         assert parts == lengths, sizes
     assert as_buffers(b"xy") == [b"xy"]
     assert as_buffers([b"x", b"y"]) == [b"x", b"y"]
+    assert as_buffers((b"x", b"y")) == (b"x", b"y")

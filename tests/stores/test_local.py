@@ -71,6 +71,10 @@ def test_our_own_names_are_no_objects(store, root):
     for key in (".dcp-objstore.lock", "a/.dcp-objstore.x/b"):
         with pytest.raises(InputError):
             store.put(key, b"x")
+    more = [f"{number * 7 % 40:02}/{number}" for number in range(40)]
+    for key in more:
+        store.put(key, b"x")
+    assert [meta.key for meta in store.list()] == [*sorted(more), "k"], "in order of the segments"
 
 
 def test_a_key_below_an_object_is_refused(store):
