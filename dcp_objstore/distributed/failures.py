@@ -175,7 +175,7 @@ def raise_on_all(
         _check_same(reports, url, group)
 
 
-def _check_same(reports: list[_Report], url: str | None, group: dist.ProcessGroup) -> None:
+def _check_same(reports: list[_Report], url: str | None, group: dist.ProcessGroup | None) -> None:
     """Raise for the first rank whose call or arguments differ from those of the first rank."""
     first, first_rank = reports[0], global_rank(0, group)
     for number, report in enumerate(reports):

@@ -128,10 +128,10 @@ def below(path: Path, length: int) -> Path:
     """
     for number, step in enumerate(path):
         length -= len(str(step)) + 1
-        if not length:
-            return path[number + 1 :]
         if length < 0:  # ("a.b.c", "d") below "a." is ("b", "c", "d")
             return (*str(step)[length + 1 :].split("."), *path[number + 1 :])
+        if not length:
+            return path[number + 1 :]
     return path
 
 

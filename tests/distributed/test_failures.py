@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.torch_version import TorchVersion
 
 import dcp_objstore as dos
+from dcp_objstore.distributed import failures
 from dcp_objstore.distributed.failures import drop_state, raise_on_all, typed_failures
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.errors import DcpObjstoreError
@@ -140,6 +141,32 @@ def save_here_load_there(rank: int, world: int, url: str, saving: int) -> str:
 def test_ranks_that_make_different_calls_are_told_before_anything_moves(tmp_path, saving):
     for text in run_ranks(2, save_here_load_there, (tmp_path / "run").as_uri(), saving):
         assert "rank 1 makes another call than rank 0" in text
+
+
+@pytest.mark.parametrize(
+    ("second", "error", "said"),
+    [
+        ({"advice": "call b"}, dos.errors.RankFailedError, "rank 1 makes another call than rank 0"),
+        ({"same": {}}, dos.errors.RankFailedError, "rank 1 makes another call than rank 0"),
+        ({"same": {"n": 1, "m": 3}}, dos.errors.ConfigError, "same m=, but rank 0 has 2, rank 1 3"),
+    ],
+)
+def test_ranks_are_compared_with_the_first(second, error, said):
+    first = failures._Report(None, "call a", {"n": 1, "m": 2})
+    failures._check_same([first, first], "s3://b/run", None)
+    with pytest.raises(error, match=said) as caught:
+        failures._check_same([first, first._replace(**second)], "s3://b/run", None)
+    assert caught.value.url == "s3://b/run"
+    if error is dos.errors.RankFailedError:
+        assert (caught.value.rank, caught.value.advice) == (1, "call a")
+
+
+def test_alone_a_rank_raises_its_own_error_if_it_has_one():
+    raise_on_all(None, "s3://b/run", None)
+    for error in (KeyboardInterrupt(), SystemExit(3)):
+        with pytest.raises(type(error)) as caught:
+            raise_on_all(error, "s3://b/run", None)
+        assert caught.value is error
 
 
 def pass_nonsense(rank: int, world: int, url: str) -> str:

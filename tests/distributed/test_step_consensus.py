@@ -132,6 +132,22 @@ def test_a_store_that_has_gone_is_given_up_and_training_goes_on(caplog):
     boundaries.close()
 
 
+def test_the_store_keeps_what_two_rounds_need_and_no_more():
+    store = dist.HashStore()
+    ranks = [one_of_two(store, 60, rank) for rank in (0, 1)]
+    for boundaries in ranks:
+        boundaries.start()
+    rounds = 0
+    while rounds < 5:
+        first, second = [boundaries.reached() for boundaries in ranks]
+        assert first == second
+        rounds += bool(first)
+    for boundaries in ranks:
+        boundaries.close()
+    # A request, a count and two announcements in each.
+    assert store.num_keys() <= 2 * 4
+
+
 def test_a_rank_that_leaves_stops_no_other():
     """Its training has ended when another one asks for something."""
     store = dist.HashStore()
