@@ -14,7 +14,15 @@ import pytest
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.distributed import plugin
-from dcp_objstore.distributed.plugin import Target, by_cause, plugin_errors, same_url, typed
+from dcp_objstore.distributed.plugin import (
+    Target,
+    by_cause,
+    plugin_errors,
+    reporting_failures,
+    same_url,
+    typed,
+    url_of,
+)
 from dcp_objstore.errors import (
     CommitLostError,
     ConfigError,
@@ -23,7 +31,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 
-SECRET = {"key": "user", "secret": "hush"}
+SECRET = {"key": "user", "secret": "hush", "endpoint_url": "https://store.example"}
 CONFIG = TransferConfig(part_size_bytes=6 << 20)
 
 
@@ -57,15 +65,31 @@ def test_an_error_gets_the_rank_and_the_url_that_it_lacks():
         ):
             raise error
         assert (caught.value.rank, caught.value.url) == (2, "s3://b")
-        assert error in (caught.value, caught.value.__cause__)
+        assert caught.value.__cause__ is (None if error is caught.value else error)
     with pytest.raises(KeyboardInterrupt), plugin_errors(2, None):
         raise KeyboardInterrupt
 
 
 def test_ranks_with_different_urls_are_told_which():
     same_url(["s3://b/1", "s3://b/1"])
-    with pytest.raises(InvalidUrlError, match="rank 0 has s3://b/1 and rank 2 s3://b/2"):
-        same_url(["s3://b/1", "s3://b/1", "s3://b/2"])
+    with pytest.raises(InvalidUrlError, match="rank 0 has s3://b/1 and rank 1 s3://b/2"):
+        same_url(["s3://b/1", "s3://b/2", "s3://b/1"])
+
+
+def test_a_failure_is_reported_and_raised_if_there_is_a_plugin():
+    class Fails:
+        checkpoint_id = "s3://b/1"
+        reported: list[BaseException] = []  # noqa: RUF012
+
+        def _report_failure(self, error: BaseException) -> None:
+            self.reported.append(error)
+
+    error = KeyboardInterrupt()
+    for fails in (Fails(), None):
+        with pytest.raises(KeyboardInterrupt), reporting_failures(fails):
+            raise error
+    assert Fails.reported == [error]
+    assert (url_of(Fails()), url_of(None)) == ("s3://b/1", None)
 
 
 def in_a_thread(call: Any) -> Any:
@@ -112,8 +136,12 @@ def test_a_copy_is_aimed_alike_and_only_a_pickle_for_others_lacks_secrets(url):
     }
     for name, (made, secret) in copies.items():
         assert (made.url, made.config) == (url, CONFIG), name
-        made.used_now() if url else made.aim("s3://b/2")
-        assert made.spec.storage_options.get("secret") == secret, name
+        for _ in range(2):  # aimed at another, it keeps its options
+            made.used_now() if made.url else made.aim("s3://b/2")
+            assert made.spec.storage_options.get("secret") == secret, name
+            assert made.spec.storage_options["endpoint_url"] == SECRET["endpoint_url"]
+            made.aim("s3://b/3")
+    assert b"hush" not in pickle.dumps(Target(None, {"of_another_library": "hush"}, CONFIG))
     unaimed = pickle.loads(pickle.dumps(Target(None, None, CONFIG)))
     assert (unaimed.url, unaimed.config) == (None, CONFIG)
 
@@ -121,10 +149,12 @@ def test_a_copy_is_aimed_alike_and_only_a_pickle_for_others_lacks_secrets(url):
 def test_torchs_warning_of_no_group_is_ignored_once_and_no_other():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        before = len(warnings.filters)
-        for _ in range(2):
-            plugin.single_process_is_fine()
-        assert len(warnings.filters) == before + 1
+        plugin.single_process_is_fine()
+        warnings.simplefilter("always", ImportWarning)
+        before = [*warnings.filters]
+        plugin.single_process_is_fine()
+        assert [*warnings.filters] == before, "a change would show all warnings again"
         warnings.warn("torch.distributed is disabled, so one process saves", stacklevel=1)
-        warnings.warn("torch.distributed is slow", stacklevel=1)
-    assert [str(one.message) for one in caught] == ["torch.distributed is slow"]
+        for others in (("torch.distributed is slow",), (plugin._NO_GROUP_TEXT, FutureWarning)):
+            warnings.warn(*others, stacklevel=1)
+    assert [one.category for one in caught] == [UserWarning, FutureWarning]

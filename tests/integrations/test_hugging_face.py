@@ -51,7 +51,7 @@ def test_a_file_that_leads_out_of_the_folder_is_refused(tmp_path, name):
     assert not [*tmp_path.rglob("harm"), *Path("/tmp").glob("harm")]
 
 
-@pytest.mark.parametrize("values", [{"a": 1}, [b"1"], 1])
+@pytest.mark.parametrize("values", [{"a": b"1", "b": 1}, [b"1"], 1])
 def test_values_that_are_no_files_are_named_as_such(tmp_path, values):
     with pytest.raises(StateMismatchError, match="no files of accelerate"):
         hf._write_files(tmp_path, [values], trust_pickle=True)
