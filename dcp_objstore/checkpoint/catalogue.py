@@ -137,8 +137,8 @@ def read_standing(run: ObjectStore, open_step: OpenBelow, *, expected: bool = Fa
     claim = stored.record
     if claim.going_back is None:
         return Standing(claim, claim.base)
-    step = read_marker(open_step(claim.going_back.step))
-    return Standing(claim, base_by(claim, None if step is None else step.record))
+    stored_step = read_marker(open_step(claim.going_back.step))
+    return Standing(claim, base_by(claim, None if stored_step is None else stored_step.record))
 
 
 def base_by(claim: ClaimRecord, marker: Marker | None) -> int:

@@ -171,7 +171,7 @@ def remove_deleted(store: ObjectStore, commit_id: str) -> None:
 
 
 def check_deletion_grace(grace_seconds: float) -> float:
-    """Return the time for which the objects of a deleted checkpoint stay, if it is one.
+    """Check and return the seconds for which the objects of a deleted checkpoint stay.
 
     Raises:
         ConfigError: it is not a number of seconds, 0 or more.

@@ -615,6 +615,7 @@ def _check_chunks(index: Index, group: Group) -> None:
         tied &= offset[:-1] == offset[1:]
 
     def chunk(at: int) -> str:
+        """Describe a chunk by its position in the group."""
         return f"a chunk at {group.offsets[at].tolist()} of sizes {group.sizes[at].tolist()}"
 
     _refuse_bad(index, ~inside, lambda at: f"{chunk(at)}, outside of its tensor", rows)
@@ -637,10 +638,11 @@ def _check_chunks(index: Index, group: Group) -> None:
     item_sizes = [ITEM_SIZE_BYTES.get(tensor.dtype, 0) for tensor in tensors]
     item_size = np.array(item_sizes, dtype=np.uint64)[owner]
     is_raw = (index.columns.pickled[rows] == 0) & (item_size != 0)
-    stored, rest = np.divmod(index.columns.payload_length[rows], item_size.clip(min=1))
+    # A raw payload of a known dtype has the size of its elements.
+    elements_stored, rest = np.divmod(index.columns.payload_length[rows], item_size.clip(min=1))
     _refuse_bad(
         index,
-        is_raw & ((stored != volumes) | (rest != 0)),
+        is_raw & ((elements_stored != volumes) | (rest != 0)),
         lambda at: (
             f"{index.columns.payload_length[rows[at]]} bytes of payload for {chunk(at)} with"
             f" elements of {item_size[at]} bytes"

@@ -217,6 +217,7 @@ def align_dot_metadata(
             raise CheckpointCorruptError(
                 "the marker was removed by something other than dcp_objstore", url=store.url
             )
+        # Otherwise the marker has changed, and `.metadata` is compared with the new one.
         if (
             again.record.commit_id == stored.record.commit_id
             and again.record.state == stored.record.state

@@ -189,7 +189,7 @@ def read_index(store: ObjectStore, marker: Marker) -> bytes:
     if ref is None:  # `decode_marker` lets only a tombstone have none
         raise CheckpointCorruptError("the marker names no index", url=store.url)
 
-    def check(body: bytes) -> bytes:
+    def check_digest(body: bytes) -> bytes:
         """Return the index; raise unless it is the one that was committed."""
         if hashlib.sha256(body).hexdigest() != ref.sha256:
             difference = f"{len(body)} bytes that are not the {ref.size_bytes} bytes that were"
@@ -197,7 +197,7 @@ def read_index(store: ObjectStore, marker: Marker) -> bytes:
         return body
 
     stored = read_record(
-        store, ref.key, check, what="the index", max_size_bytes=ref.size_bytes, expected=True
+        store, ref.key, check_digest, what="the index", max_size_bytes=ref.size_bytes, expected=True
     )
     if stored is None:
         raise explain_missing(store, marker.commit_id, ref.key)
@@ -248,7 +248,8 @@ def explain_missing(store: ObjectStore, commit_id: str, object_key: str | None) 
 def look_around(store: ObjectStore) -> dict[str, ObjectMeta]:
     """List the first objects below a URL that has no marker, by their keys. One listing.
 
-    It lists 1000, or 10,000 if none of the first 1000 is this library's.
+    It lists 1000; or 10,000 if none of these is this library's, so that a save is found among many
+    objects of another program.
 
     Raises:
         CheckpointNotFoundError: they could not be listed.

@@ -524,7 +524,7 @@ def _framing(index: ix.Index, entry: ix.ObjectEntry, rows: Sequence[int]) -> lis
             except RuntimeError:  # another rank's tensor that is larger than this machine's memory
                 return None
             frame = around.header + around.trailer
-        padding_bytes = item.offset - end
+        padding_bytes = item.offset - end  # this process would write less than the alignment
         if padding_bytes >= tensor_frame.ALIGNMENT_BYTES:
             return None
         padding = bytes(padding_bytes)

@@ -206,7 +206,7 @@ class _State:
     def __init__(self) -> None:
         self.keys: list[str] = []
         self.kinds: list[ix.Tensor | None] = []  # None: a pickled value
-        self.first_ranks: list[int] = []
+        self.first_ranks: list[int] = []  # of each key, the first rank that has it
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self.literal_keys: dict[str, tuple[int, ...]] = {}
         self._numbers: dict[str, int] = {}
@@ -266,10 +266,10 @@ class _State:
             self.kinds.append(kind)
             self.first_ranks.append(rank)
             return number
-        first = self.kinds[number]
-        if _described(kind) != _described(first):
+        first_kind = self.kinds[number]
+        if _described(kind) != _described(first_kind):
             raise StateMismatchError(
-                f"rank {self.first_ranks[number]} has {_described(first)}, rank {rank}"
+                f"rank {self.first_ranks[number]} has {_described(first_kind)}, rank {rank}"
                 f" {_described(kind)}",
                 advice="save what differs under other keys, or in a PerRank",
                 key=key,

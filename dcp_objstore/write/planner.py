@@ -202,7 +202,8 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         An error is raised by `create_local_plan`, from where DCP tells all ranks.
 
         Returns:
-            The state without Stateful objects, whose states DCP would ask for outside of that.
+            The state, with the states of Stateful objects in their place: DCP would ask for these
+            where an error does not reach the other ranks.
         """
         plain: dict[str, Any] = {}
         with self._postponed_errors():

@@ -50,14 +50,14 @@ class WriteResults(list[WriteResult]):
     def columns(self) -> Results:
         """Return the results as columns, each object once."""
         objects: dict[str, StoredObject] = {}
-        numbers: dict[str, int] = {}
+        number_of: dict[str, int] = {}
         rows: list[tuple[int, ...]] = []
         for result in self:
             stored: StoredItem = result.storage_data
             key = stored.object.entry.key
             if key not in objects:
-                objects[key], numbers[key] = stored.object, len(numbers)
-            rows.append((numbers[key], *_STORED(stored)))
+                objects[key], number_of[key] = stored.object, len(number_of)
+            rows.append((number_of[key], *_STORED(stored)))
         positions: bytes | None = None
         places: list[tuple[str, tuple[int, ...] | None]] | None = None
         if self.planned is None:

@@ -177,7 +177,11 @@ def _upload_object(
     progress: Progress,
     most: int,
 ) -> StoredObject:
-    """Upload one object, and write its copy on this node."""
+    """Upload one object, and write its copy on this node.
+
+    Args:
+        most: the largest number of parts under way at a time.
+    """
     store, copies = save.open(), save.copies
     # About how large the copy on this node becomes.
     size_bytes = sum(size for _, size in layout.pending) if copies is not None else 0
@@ -276,7 +280,9 @@ def _groups(
 
 
 def _check_changed(store: ObjectStore, object_key: str, changed: Sequence[ChangedSlice]) -> None:
-    """Read slices that changed during their upload back, and compare them with their digests.
+    """Read back the slices that changed during their upload, and compare them with their digests.
+
+    If they are equal, a slice was sent as it was when it was hashed, and the checkpoint is whole.
 
     Raises:
         InputError: the bytes on the store do not have the digest that the index would give.

@@ -133,7 +133,10 @@ def _touching(views: list[_View]) -> Iterator[list[_View]]:
 
 
 def lay(regions: list[Region], memory: StagingMemory, *, pinned: bool) -> None:
-    """Assign memory to each region."""
+    """Assign memory to each region.
+
+    A large region has a slab of its own. Small ones follow one another in shared slabs.
+    """
     slabs: list[int] = []  # the size of each
     places: list[tuple[int, int]] = []  # of each region: the number of its slab, and its offset
     # The slab that small regions go into, and how full it is: at first there is none.

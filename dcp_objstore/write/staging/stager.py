@@ -70,6 +70,7 @@ class _BackgroundSave:
             # It is a thread of an executor, begun since the staging: DCP makes one per save.
             newer = (one for one in threading.enumerate() if one not in self._earlier_threads)
             return self._dropped.is_set() or not any("Executor" in one.name for one in newer)
+        # That thread has ended, or it asks, because it begins another save.
         if not thread.is_alive() or thread is threading.current_thread():
             return True
         return not self._in_child and self._dropped.is_set()

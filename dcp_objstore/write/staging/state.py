@@ -126,11 +126,11 @@ class Staging:
         for pinned in (True, False):
             alike = [region for region in regions if (region.device.type == "cuda") == pinned]
             lay(alike, memory, pinned=pinned)
-        on_devices: dict[torch.device, list[Region]] = {}
+        by_device: dict[torch.device, list[Region]] = {}
         for region in regions:
-            on_devices.setdefault(region.device, []).append(region)
-        for of, of_device in on_devices.items():
-            lane = device.lane_of(of, "out")
+            by_device.setdefault(region.device, []).append(region)
+        for source_device, of_device in by_device.items():
+            lane = device.lane_of(source_device, "out")
             if lane is None:  # host memory, or a device without a queue of copies
                 self._host += of_device
             else:
@@ -157,7 +157,7 @@ def _copy_by_torch(regions: list[Region]) -> None:
     """Copy with torch; copies from devices that work asynchronously are only queued."""
     for region in regions:
         target = torch.from_numpy(region.array)
-        if region.storage is None:
+        if region.storage is None:  # closely packed
             assert region.tensor is not None
             tensor = region.tensor
             target.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
