@@ -170,7 +170,7 @@ def _linear(shape: tuple[int, ...], place: tuple[int, ...]) -> int:
 
 
 def collapse(shape: tuple[int, ...], wanted: Box) -> tuple[tuple[int, ...], Box]:
-    """Merge trailing dimensions that are wanted in full into the dimension before them.
+    """Return a shape and box whose trailing dimensions, if wanted in full, are merged into one.
 
     Whole rows become one long row, so that row-wise resharding copies in one dimension: the last 3
     rows of shape (4, 10) are the last 30 elements of shape (40,).

@@ -115,7 +115,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def takes(self, key: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> bool:
-        """Take a stored tensor itself, where the state has none yet; see `ItemRead.takes`."""
+        """Take a stored tensor itself if the state has none yet; return whether it was taken."""
         return self._record is not None and self._record.takes(key, tensor, sizes)
 
     def create_local_plan(self) -> LoadPlan:

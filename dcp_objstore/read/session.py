@@ -190,7 +190,7 @@ class _Intake:
     trust_pickle: bool
 
     def take_in(self, request: RangeRequest[Block], body: Buffer) -> bool:
-        """Bring a range to its destinations; return whether the queue of items is full."""
+        """Bring a range to its destinations; return whether the queue of items must be drained."""
         self.completed.wait_for_room(self.progress)
         with nullcontext() if self.inbound is None else self.inbound.taking(request):
             consume(request, body)

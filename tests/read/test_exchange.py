@@ -243,7 +243,7 @@ def load(job: Rank, share: Share, group: Any, ahead_bytes: int, hook: Hook) -> L
                 exchanging.keep(request, progress)
                 exchanging.advance()
         exchanging.advance()
-        assert exchanging.done
+        assert exchanging.is_done
         hook(group.rank, "done")
     loaded.received_bytes = exchanging.received_bytes
     return loaded
@@ -468,7 +468,7 @@ def test_a_slot_is_free_when_all_ranks_are_in_the_next_round(two):
             exchanging.keep(request, Progress(60))
             can_begin.append(exchanging.may_begin(exchanging.requests[2]))
             exchanging.advance()
-        assert exchanging.done
+        assert exchanging.is_done
         return can_begin
 
     first, _ = two.run(call)

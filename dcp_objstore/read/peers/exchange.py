@@ -354,7 +354,7 @@ class Exchange:
         return torch.from_numpy(message)
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether all rounds have been run."""
         return self._round == len(self._rounds)
 
@@ -365,7 +365,7 @@ class Exchange:
             PeerFailedError: another rank has failed.
             RankFailedError: another rank has died.
         """
-        while not self.done:
+        while not self.is_done:
             due = range(self._freed, self._due_by_round[self._round])
             if any(sequence not in self._outbox for sequence in due):  # not yet fetched
                 return
@@ -406,7 +406,7 @@ class Exchange:
                 assert work is not None  # None only for ranks outside of the group
                 work.wait()
         self._round += 1
-        self._is_over = self.done
+        self._is_over = self.is_done
 
     def _free_slots(self) -> None:
         """Free the slots of earlier rounds: all ranks are in this round and have read those."""
