@@ -127,9 +127,9 @@ def test_a_profile_that_does_not_exist(bucket, monkeypatch, transport):
         open_store(bucket.url, {"transport": transport})
 
 
-@pytest.mark.parametrize("how", ["option", "variable", "default"])
+@pytest.mark.parametrize("how", ["option", "variable"])
 def test_a_profile_without_boto3_says_what_to_install(bucket, bare_environment, monkeypatch, how):
-    write_profile(bare_environment, "default" if how == "default" else "train", bucket)
+    write_profile(bare_environment, "train", bucket)
     monkeypatch.setitem(sys.modules, "boto3", None)
     options: dict[str, object] | None = {"profile": "train"} if how == "option" else None
     if how == "variable":

@@ -81,7 +81,6 @@ BAD: list[tuple[str, object, str]] = [
     ("az://box", {"acount_name": "x"}, "did you mean 'account_name'?"),
     ("az://box", {"account_key": 7}, "must be str"),
     ("az://box", {"account_key": "a\nb"}, "control character"),
-    ("az://box", {"account_name": "a", "anon": True, "credential": "s"}, "choose one"),
     ("az://box", {"account_name": "a", "client_secret": "s"}, "'client_id', 'tenant_id' missing"),
     ("az://box", {"account_name": "a", "credential": 7}, "an object of azure.identity"),
     ("az://box", {"account_key": "k"}, "which storage account?"),

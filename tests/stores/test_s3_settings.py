@@ -173,9 +173,6 @@ def test_a_checksum_that_a_transport_cannot_send_is_refused_with_what_to_do(monk
         for algorithm in OF_AWSCRT:
             with pytest.raises(ConfigError, match=r"pip install 'botocore\[crt\]'"):
                 Checksums(algorithm)
-    monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "MD5")
-    with pytest.raises(ConfigError, match="MD5"):
-        open_store("s3://b", {**KEY, "transport": "boto3"}, ONCE)
 
 
 def test_boto3_sends_aws_a_checksum_by_default_where_it_can(monkeypatch):

@@ -85,7 +85,7 @@ class S3Store(BaseStore["dict[str, str]"]):
 
     @property
     def reports_throttling(self) -> Collection[str]:
-        """All."""
+        """All verbs."""
         return ("put", "put_stream", "copy", "get", "open_range", "head", "list", "delete")
 
     # What an adapter says.
@@ -104,11 +104,11 @@ class S3Store(BaseStore["dict[str, str]"]):
     def _read(
         self, target: Mapping[str, str], max_size_bytes: int
     ) -> tuple[Mapping[str, Any], bytes | bytearray | None]:
-        """Answer and body of a GET, sent once; no body where it is announced to be larger."""
+        """Send a GET once; return answer and body: None where a larger one is announced."""
 
     @abstractmethod
     def _body(self, part: Sequence[memoryview], check: Callable[[], None] | None) -> Any:
-        """The buffers as the `Body` of a request; `check` is called while it is sent."""
+        """Return the buffers as the `Body` of a request; `check` is called while it is sent."""
 
     def _translate(self, error: Exception, *, conditional: bool = False) -> DcpObjstoreError:
         return errors.judge(error, partial(self._read_details, conditional=conditional)).error
@@ -168,7 +168,7 @@ class S3Store(BaseStore["dict[str, str]"]):
     ) -> Version:
         condition = _condition_arguments(precondition)
         views = [memoryview(buffer) for buffer in buffers]
-        if not condition:
+        if not condition:  # without one, it does no harm to write the same again
             return self._put_whole(place, views, retry=retry)
         try:
             with self._conditional_write():

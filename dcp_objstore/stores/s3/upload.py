@@ -92,7 +92,7 @@ class MultipartUpload:
         self._upload_id = answer["UploadId"]
 
     def send(self, part: _Part) -> None:
-        """Hand a part to a thread; waits while all are busy.
+        """Hand a part to a thread; wait while all are busy.
 
         Raises:
             What an earlier part met.
@@ -117,7 +117,7 @@ class MultipartUpload:
             raise self._error
 
     def complete(self) -> Mapping[str, Any]:
-        """Wait for all parts and make the object of them; the store's answer.
+        """Wait for all parts and make the object of them; return the store's answer.
 
         Raises:
             What a part met.
