@@ -44,11 +44,11 @@ def test_of_files_with_one_name_a_rank_reads_its_own_or_that_of_rank_0(tmp_path,
         assert hf._read_files(tmp_path) == {"a/one": expected, "a/two": b"2"}
 
 
-@pytest.mark.parametrize("name", ["../harm", "/tmp/harm", "a/../../harm"])
-def test_a_file_that_leads_out_of_the_folder_is_refused(tmp_path, name):
-    with pytest.raises(CheckpointCorruptError, match="harm"):
-        hf._write_files(tmp_path / "here", [{name: b"harm"}], trust_pickle=True)
-    assert not [*tmp_path.rglob("harm"), *Path("/tmp").glob("harm")]
+def test_a_file_that_leads_out_of_the_folder_is_refused(tmp_path):
+    for name in ("../harm", "a/../../harm", str(tmp_path / "harm")):
+        with pytest.raises(CheckpointCorruptError, match="harm"):
+            hf._write_files(tmp_path / "here", [{name: b"harm"}], trust_pickle=True)
+        assert not [*tmp_path.rglob("harm")]
 
 
 @pytest.mark.parametrize("values", [{"a": b"1", "b": 1}, [b"1"], 1])
