@@ -24,10 +24,7 @@ def test_patterns_match_whole_keys_and_keep_their_order():
     assert matching(KEYS, {"step", "*.bias", "model.?.bias"}) == ["model.a.bias", "step"]
     assert matching(KEYS, (name for name in ["[mM]odel.c"])) == ["Model.c"]
     assert matching(KEYS, []) == []
-
-
-def test_a_key_with_brackets_is_found_by_its_name():
-    assert matching(KEYS, "model.b[0]") == ["model.b[0]"]
+    assert matching(KEYS, "model.b[0]") == ["model.b[0]"], "a key may have brackets"
 
 
 @pytest.mark.parametrize(
@@ -35,6 +32,8 @@ def test_a_key_with_brackets_is_found_by_its_name():
     [
         ("model", r"'model\.\*' matches 3"),
         ("model.a.wieght", r"nearest: model\.a\.weight"),
+        ("model.a.wieght*", r"nearest: model\.a\.weight"),
+        ("modl.*", "nearest: model, Model"),
         ("model.c", "no key matches"),
         ("b*", "no key matches"),
     ],

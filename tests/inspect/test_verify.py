@@ -68,14 +68,6 @@ def test_every_damaged_block_is_named_not_the_first_alone(large):
     assert all(path.name in damage.text for damage in report.damaged)
 
 
-def test_a_truncated_object_is_reported_with_the_blocks_that_it_lost(large):
-    ckpt, path = large
-    path.write_bytes(path.read_bytes()[: place_of(path, BLOCK // 4 + 100)])
-    found = {(d.what, d.key, d.block) for d in ckpt.verify().damaged}
-    assert {("size", "", -1), ("block", "w", 1), ("block", "w", 2)} <= found
-    assert ("block", "w", 0) not in found
-
-
 def test_an_object_that_has_grown_is_reported(large):
     ckpt, path = large
     path.write_bytes(path.read_bytes() + b"more")
