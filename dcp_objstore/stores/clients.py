@@ -121,7 +121,7 @@ def _fsspec_for(url: StoreUrl, options: Mapping[str, Any], config: TransferConfi
     if FILESYSTEM in options:
         fs = options[FILESYSTEM]
         endpoint_url = getattr(fs, "endpoint_url", None)
-        if is_of(type(fs), S3FS):
+        if is_of(type(fs), S3FS):  # retries are made here, not in the filesystem
             fs = sending_once(type(fs), *fs.storage_args, **fs.storage_options)
             return S3Filesystems(
                 url, config, fs, endpoint_url=endpoint_url, checksums=Checksums(None)

@@ -163,6 +163,7 @@ class LocalStore(BaseStore[Path]):
                     for start, end in cut_range(source.start, source.end, part_size_bytes):
                         _copy_range(from_fd, fd, start, end)
                         moved(end - start)
+                    # Only now, so that a change during the copy is seen, too.
                     if _version(os.fstat(from_fd)) != source.version:
                         raise errors.PreconditionFailedError(f"{source.url} was changed meanwhile")
 

@@ -117,7 +117,7 @@ class Schema:
     @classmethod
     @functools.cache
     def options(cls) -> Mapping[str, Option]:
-        """The options by the names of their fields."""
+        """The options by the names of their fields, completed with what the fields say of them."""
         types = get_type_hints(cls)
         return {
             spec.name: replace(
@@ -272,7 +272,7 @@ def _check_mapping(
     copied: dict[str, Any] = {}
     for name, value in options.items():
         if name not in known:
-            raise ConfigError(_unknown(schema, name, known, where))
+            raise ConfigError(_unknown_name_text(schema, name, known, where))
         if value is None:
             continue
         option = known[name]
@@ -308,7 +308,7 @@ def cannot_be_sent(secret: str) -> bool:
     return not secret.lstrip().startswith("{") and re.search(r"[\x00-\x1f\x7f]", secret) is not None
 
 
-def _unknown(
+def _unknown_name_text(
     schema: type[Schema], name: object, known: Mapping[str, Option | None], where: str
 ) -> str:
     """Say which option may be meant by an unknown name, and which are known."""
@@ -319,9 +319,9 @@ def _unknown(
     if advice is None:
         close = difflib.get_close_matches(text, known, cutoff=0.5)
         advice = f"did you mean {close[0]!r}?" if close else None
-    said = f"; {advice}" if advice else "."
-    listed = sorted(known, key=lambda spelling: known[spelling] is None)  # mappings last
-    return f"unknown option {text!r} in {where}{said} Known: {', '.join(listed)}."
+    advice_text = f"; {advice}" if advice else "."
+    names = sorted(known, key=lambda spelling: known[spelling] is None)  # mappings last
+    return f"unknown option {text!r} in {where}{advice_text} Known: {', '.join(names)}."
 
 
 def _hint(schema: type[Schema], name: str, known: Collection[str]) -> str | None:

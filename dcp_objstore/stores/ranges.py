@@ -46,7 +46,7 @@ class Answer(Protocol):
             the rest is to be asked for.
 
         Raises:
-            Whatever the transport does; `RangeSource.failed` knows it.
+            Whatever the transport does; `RangeSource.wait_to_ask_again` knows it.
         """
         ...
 
@@ -346,7 +346,11 @@ def check_length(received_bytes: int, start: int, end: int) -> None:
 
 
 def read_range(store: ObjectStore, key: str, start: int, end: int) -> bytearray:
-    """Read bytes `[start, end)` of an object into new memory. See `ObjectStore.open_range`."""
+    """Read bytes `[start, end)` of an object into new memory; Ctrl-C ends the wait for them.
+
+    Raises:
+        As `ObjectStore.open_range` and `RangeBody.readinto`.
+    """
 
     def read() -> bytearray:
         with store.open_range(key, start, end) as body:

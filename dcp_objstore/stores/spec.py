@@ -88,8 +88,8 @@ class StoreSpec:
         parsed = parse_url(url, protocols(fs))
         own_options, config = _with_transport(storage_options, checked_config(config))
         options = check_options(parsed.scheme, own_options)
-        _opener(parsed.scheme, options, config)
-        vars(self).update(
+        _opener(parsed.scheme, options, config)  # raises for a transport that does not fit
+        vars(self).update(  # past the setters, which a frozen dataclass refuses
             url=str(parsed),
             storage_options=options,
             config=config,
@@ -334,7 +334,9 @@ def options_of_other(
         other: path or URL of the other side.
     """
     scheme, other_scheme = (os.fspath(place).partition("://")[0] for place in (url, other))
-    return options if other_options is None and scheme == other_scheme else other_options
+    if other_options is None and scheme == other_scheme:
+        return options
+    return other_options
 
 
 def _hashable(value: object) -> object:

@@ -203,7 +203,7 @@ class DirectLane:
         return self.connect(origin), True
 
     def connect(self, origin: str) -> _Connection:
-        """Make a new connection."""
+        """Make a new connection; one with TLS resumes the last session where it can."""
         parts = urlsplit(origin)
         host, is_secure = parts.hostname, parts.scheme == "https"
         assert host is not None
@@ -215,7 +215,7 @@ class DirectLane:
         connection = _Connection(host, port, timeout=self._timeout_seconds)
         connection.connect()
         # One call of the kernel waits for a whole body. With its own time-out, Python polls
-        # and receives piece by piece.
+        # and receives piece by piece. The kernel takes seconds and microseconds.
         timeout = struct.pack("ll", *divmod(round(self._timeout_seconds * 1_000_000), 1_000_000))
         connection.sock = _Socket(fileno=connection.sock.detach())
         connection.sock.settimeout(None)

@@ -361,7 +361,7 @@ class _Pages:
         self._listing: Iterator[Any] | None = None  # None: it has to be begun, or begun again
         self._key_count = 0
         self._last_key: str | None = None  # None where the store does not list in order
-        self._continued_after: str | None = None
+        self._continued_after: str | None = None  # where a listing ended that was asked to go on
         self._listed_keys: set[str] = set()  # empty where the store lists in order
         self._keys_to_leave_out: set[str] = set()  # those that this listing has yet to give again
 
