@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.convert.import_checkpoint import SourcePlanner, write_item
 from dcp_objstore.convert.sources import Source, TensorInfo
-from dcp_objstore.convert.sums import SUM_BYTES, Input, SummedSlab, sum_dtype, weighted_sums
+from dcp_objstore.convert.sums import SUM_BYTES, Input, SummedSlab, weighted_sums
 from dcp_objstore.distributed.failures import (
     capture,
     every_rank,
@@ -43,7 +43,7 @@ from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import OnEvent
 from dcp_objstore.observe.report import SaveReport
 from dcp_objstore.read.geometry import Box
-from dcp_objstore.read.items import SavedTensor, typed_paths
+from dcp_objstore.read.items import ItemLocation, SavedTensor, typed_paths
 from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_stored_checkpoint
 from dcp_objstore.state.stored import known_dtype
 from dcp_objstore.stores import StoreSpec
@@ -146,17 +146,15 @@ def average(
         DcpObjstoreError: any other error of `save`, or of reading an input.
     """
 
-    wanted = [keys] if isinstance(keys, str) else None if keys is None else list(keys)
+    wanted = [keys] if isinstance(keys, str) else keys and list(keys)
 
     def check() -> tuple[list[StoreSpec], list[float], ObjectStoreWriter]:
         if isinstance(urls, str) or len(urls) < 2:
             raise ConfigError(f"urls must be a list of two or more checkpoints, got {urls!r}")
-        options = [
-            options_of_other(source_storage_options, out, storage_options, url) for url in urls
-        ]
-        specs = [StoreSpec(*one, config) for one in zip(urls, options, strict=True)]
-        for at, spec in enumerate(specs):
-            if spec in specs[:at]:
+        options_of = partial(options_of_other, source_storage_options, out, storage_options)
+        specs = [StoreSpec(url, options_of(url), config) for url in urls]
+        for number, spec in enumerate(specs):
+            if spec in specs[:number]:
                 raise ConfigError("urls has this checkpoint twice; weigh it instead", url=spec.url)
         writer = ObjectStoreWriter(
             out,
@@ -169,7 +167,7 @@ def average(
             allow_unfenced=allow_unfenced,
             claim=claim,
         )
-        return specs, _normal(weights, len(specs)), writer
+        return specs, _normalized(weights, len(specs)), writer
 
     advice = every_rank("dcp_objstore.average")
     checked, refused = capture(check)
@@ -180,24 +178,24 @@ def average(
     assert checked is not None
     specs, shares, writer = checked
     opened, tensors, counters = on_first(partial(_opened, specs, wanted, trust_pickle), out, group)
-    inputs = [Input(*one) for one in zip(specs, opened, shares, strict=True)]
-    made_of = [
-        {"url": one.spec.url, "commit_id": one.stored.commit_id, "weight": one.weight}
-        for one in inputs
+    inputs = list(map(Input, specs, opened, shares))
+    input_records = [
+        {"url": source.spec.url, "commit_id": source.stored.commit_id, "weight": source.weight}
+        for source in inputs
     ]
     newest = opened[-1].marker
     assert newest is not None
-    # A ConfigError of this is the same on all ranks.
+    # A ConfigError of this (the metadata is too large) is the same on all ranks.
     writer._user_metadata = check_user_metadata(
-        {**newest.user_metadata, "average": {"of": made_of, "keys": wanted}}
+        {**newest.user_metadata, "average": {"of": input_records, "keys": wanted}}
     )
-    source = _Average(inputs, tensors, counters, writer._target.config)
-    planner = _AveragePlanner(str(writer.checkpoint_id), source, group)
+    averages = _Averages(inputs, tensors, counters, writer._target.config)
+    planner = _AveragePlanner(str(writer.checkpoint_id), averages, group)
     with closing(planner), reporting_failures(writer):
         return run_save(writer, planner.flat, group, lambda *_: planner)
 
 
-def _normal(weights: Sequence[float] | str | None, count: int) -> list[float]:
+def _normalized(weights: Sequence[float] | str | None, count: int) -> list[float]:
     """Return the weights divided by their sum.
 
     Raises:
@@ -211,7 +209,7 @@ def _normal(weights: Sequence[float] | str | None, count: int) -> list[float]:
     weights = list(weights)
     if len(weights) != count:
         raise ConfigError(f"there are {count} inputs and {len(weights)} weights")
-    total = math.nan
+    total = math.nan  # and so it stays if a weight is not a number, or the sum has no value
     if all(isinstance(weight, Real) for weight in weights):
         with suppress(OverflowError, ValueError):  # too large, or infinities of both signs
             weights = [float(weight) for weight in weights]
@@ -228,38 +226,51 @@ def _opened(
 ) -> tuple[list[StoredCheckpoint], list[str], dict[str, Any]]:
     """Open the inputs; return them, the keys to average, and the counters of the newest by key.
 
+    Args:
+        specs: the inputs, the newest last.
+        keys: as for `average`, in a list.
+        trust_pickle: as for `average`.
+
     Raises:
         StateMismatchError: tensors have no average, or do not fit those of the newest.
         DcpObjstoreError: any error of opening an input, or of reading the counters.
     """
     opened = list(in_waves(open_stored_checkpoint, specs))
-    of_inputs = [_averaged(*one, keys) for one in zip(specs, opened, strict=True)]
-    spec, newest, averaged = specs[-1], opened[-1], of_inputs[-1]
-    for other, tensors in zip(specs, of_inputs, strict=True):
+    tensors_of_inputs = list(map(partial(_averaged, keys=keys), specs, opened))
+    newest_spec, newest, averaged = specs[-1], opened[-1], tensors_of_inputs[-1]
+    for spec, tensors in zip(specs, tensors_of_inputs, strict=True):
         for key in {**averaged, **tensors}:
-            here, there = (_shape_of(of_one.get(key)) for of_one in (tensors, averaged))
-            if here != there:
+            shape, newest_shape = _shape_text(tensors.get(key)), _shape_text(averaged.get(key))
+            if shape != newest_shape:
                 raise StateMismatchError(
-                    f"{here} here, and {there} in {spec.url}; leave it out of keys=",
+                    f"{shape} here, and {newest_shape} in {newest_spec.url}; leave it out of keys=",
                     key=key,
-                    url=other.url,
+                    url=spec.url,
                 )
     if not averaged:
-        raise StateMismatchError("keys= selects no tensor to average", url=spec.url)
+        raise StateMismatchError("keys= selects no tensor to average", url=newest_spec.url)
+    # All values, and of the tensors those that `keys` selects and that have no average.
     selected = {*matching(newest.items.keys, keys)} - averaged.keys()
     counters = [
         key for key in newest.items.keys if key in selected or newest.items.tensor(key) is None
     ]
     settings = EventSettings(None, None)
     checkpoint = Checkpoint(
-        spec, newest, verify=True, trust_pickle=trust_pickle, event_settings=settings
+        newest_spec, newest, verify=True, trust_pickle=trust_pickle, event_settings=settings
     )
     values = checkpoint.read(counters, progress=False) if counters else {}
     return opened, list(averaged), values
 
 
 def _averaged(spec: StoreSpec, stored: StoredCheckpoint, keys: Patterns) -> dict[str, SavedTensor]:
-    """Return the tensors of an input that are averaged; refuse those that cannot be."""
+    """Return the tensors of an input that are averaged, by key.
+
+    Values and counters (tensors of integers without dimensions) are left out.
+
+    Raises:
+        UnsupportedError: another library wrote the input.
+        StateMismatchError: `keys` selects a tensor that has no average.
+    """
     if stored.index is None:
         raise UnsupportedError(
             "another library wrote this checkpoint, without digests; import_checkpoint"
@@ -271,9 +282,12 @@ def _averaged(spec: StoreSpec, stored: StoredCheckpoint, keys: Patterns) -> dict
         for key in matching(stored.items.keys, keys):
             saved = stored.items.tensor(key)
             dtype = None if saved is None else known_dtype(saved.dtype)
-            is_float = dtype is not None and dtype.is_floating_point and dtype != _PACKED
-            if saved is None or dtype is None or not (saved.shape or is_float or dtype.is_complex):
-                continue  # a counter
+            if saved is None or dtype is None:
+                continue  # a value, or a tensor of a dtype that this torch does not know
+            is_float = dtype.is_floating_point and dtype != _PACKED
+            is_counter = not (saved.shape or is_float or dtype.is_complex)
+            if is_counter:
+                continue
             rows = stored.index.rows(key)
             is_pickled = stored.index.columns.pickled[rows.start : rows.stop].any()
             if is_pickled or not is_float:
@@ -288,11 +302,11 @@ def _averaged(spec: StoreSpec, stored: StoredCheckpoint, keys: Patterns) -> dict
     return averaged
 
 
-def _shape_of(saved: SavedTensor | None) -> str:
+def _shape_text(saved: SavedTensor | None) -> str:
     return "there is no such tensor" if saved is None else f"its shape is {saved.shape}"
 
 
-class _Average(Source):
+class _Averages(Source):
     """The average of the inputs, and the counters of the newest, as what a save reads.
 
     Args:
@@ -313,10 +327,9 @@ class _Average(Source):
         newest = inputs[-1].stored.items
         self.tensors, self._sum_dtypes = {}, {}
         for key in averaged:
-            saved = [of for one in inputs if (of := one.stored.items.tensor(key)) is not None]
-            dtypes = [getattr(torch, of_input.dtype) for of_input in saved]
-            self.tensors[key] = TensorInfo(saved[-1].shape, dtypes[-1])
-            self._sum_dtypes[key] = sum_dtype(dtypes)
+            dtypes = [getattr(torch, source.tensor(key).dtype) for source in inputs]
+            self.tensors[key] = TensorInfo(inputs[-1].tensor(key).shape, dtypes[-1])
+            self._sum_dtypes[key] = torch.float64 if torch.float64 in dtypes else torch.float32
         self.values = counters
         self.keys = [key for key in newest.keys if key in self.tensors or key in counters]
         self.paths = typed_paths(newest)
@@ -328,24 +341,25 @@ class _Average(Source):
         those of a tensor stay together, because other inputs have their elements in one block.
         """
         newest = self._inputs[-1].stored
-        chunks: list[tuple[tuple[int, ...], str, list[int], list[int]]] = []
+        chunks: list[_Chunk] = []
         are_alike = True
         for key in self.tensors:
-            boxes = [_boxes(one.stored, key) for one in self._inputs]
+            boxes = [_boxes(source.tensor(key)) for source in self._inputs]
             are_alike = are_alike and boxes.count(boxes[0]) == len(boxes)
-            for number, (offsets, sizes) in enumerate(zip(*boxes[-1], strict=True)):
-                place = newest.item(key, offsets, number)
-                chunks.append(((place.object_number, place.payload_offset), key, offsets, sizes))
+            for number, box in enumerate(boxes[-1]):
+                chunks.append(_Chunk(key, box, newest.item(key, box.offsets, number)))
         if are_alike:
-            chunks.sort()
-        for _, key, offsets, sizes in chunks:
+            place = operator.attrgetter("location.object_number", "location.payload_offset")
+            chunks.sort(key=place)
+        for key, box, _ in chunks:
             dtype = self.tensors[key].dtype
+            # A slab whose sum has SUM_BYTES in the dtype of the sum.
             most_bytes = SUM_BYTES * dtype.itemsize // self._sum_dtypes[key].itemsize
-            for slab in cut(key, sizes, dtype, most_bytes=most_bytes):
-                at = map(operator.add, offsets, slab.box.offsets)
-                yield slab._replace(box=Box(tuple(at), slab.box.sizes))
+            for slab in cut(key, box.sizes, dtype, most_bytes=most_bytes):
+                offsets = map(operator.add, box.offsets, slab.box.offsets)
+                yield slab._replace(box=Box(tuple(offsets), slab.box.sizes))
         for key, info in self.tensors.items():
-            if 0 in info.shape:
+            if 0 in info.shape:  # which `cut` leaves out
                 yield Slab(key, whole(info.shape), 0)
 
     def read(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
@@ -363,10 +377,18 @@ class _Average(Source):
         return weighted_sums(self._inputs, summed, self._config, check)
 
 
-def _boxes(stored: StoredCheckpoint, key: str) -> tuple[list[list[int]], list[list[int]]]:
-    saved = stored.items.tensor(key)
-    assert saved is not None
-    return saved.offsets.tolist(), saved.sizes.tolist()
+class _Chunk(NamedTuple):
+    """A chunk of the newest input: its tensor, its box there, and the place of its bytes."""
+
+    key: str
+    box: Box
+    location: ItemLocation
+
+
+def _boxes(saved: SavedTensor) -> list[Box]:
+    """Return the boxes of a tensor's chunks, in the order of the index."""
+    boxes = zip(saved.offsets.tolist(), saved.sizes.tolist(), strict=True)
+    return [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes]
 
 
 class _AveragePlanner(SourcePlanner):
@@ -378,19 +400,24 @@ class _AveragePlanner(SourcePlanner):
         group: the ranks that work together.
     """
 
-    def __init__(self, url: str, source: _Average, group: dist.ProcessGroup | None) -> None:
-        self._average = source
+    def __init__(self, url: str, source: _Averages, group: dist.ProcessGroup | None) -> None:
+        self._averages = source
         self._rank, ranks = rank_in(group), count_ranks(group)
         super().__init__(url, source, {key: key for key in source.keys}, ranks)
 
     def make_items(self) -> list[WriteItem]:
-        """Override `SourcePlanner.make_items`: each rank has one stretch of the slabs."""
-        items = [item for item in super().make_items() if not self._is_read(item)]
-        slabs = list(self._average.slabs())
-        total_bytes, position = sum(slab.size_bytes for slab in slabs), 0
+        """Override `SourcePlanner.make_items`: each rank has one stretch of the slabs.
+
+        All slabs one after the other are cut into as many equal stretches as there are ranks. A
+        slab is the rank's in whose stretch it begins.
+        """
+        items = [item for item in super().make_items() if not self._is_read(item)]  # the counters
+        slabs = list(self._averages.slabs())
+        total_bytes, start = sum(slab.size_bytes for slab in slabs), 0
         for slab in slabs:
-            number = position * self._ranks // max(1, total_bytes)
-            if min(number, self._ranks - 1) == self._rank:
-                items.append(write_item(slab, self._average.tensors[slab.key]))
-            position += slab.size_bytes
+            rank = start * self._ranks // max(1, total_bytes)
+            # Empty slabs at the very end begin where the last stretch ends.
+            if min(rank, self._ranks - 1) == self._rank:
+                items.append(write_item(slab, self._averages.tensors[slab.key]))
+            start += slab.size_bytes
         return items

@@ -35,15 +35,16 @@ if TYPE_CHECKING:
     from dcp_objstore.inspect.checkpoint import Checkpoint
     from dcp_objstore.transfer.memory import ByteArray
 
-# What no folder, pattern or checkpoint of a Trainer brings: weights in any format, the rest of a
-# training's state, and hidden files.
-_WEIGHTS = (
+# Files that no folder, pattern or checkpoint of a Trainer brings: weights in any format, by the end
+# of their names, and what a Trainer notes of its training. (Nor are hidden files brought.)
+_WEIGHTS_SUFFIXES = (
     *TORCH_SUFFIXES,
     *(".safetensors", ".index.json", ".h5", ".msgpack", ".gguf", ".onnx", ".pkl"),
 )
 _TRAINER_STATE = "trainer_state.json"
-# The value with the files that the first rank of a Trainer has written, and a file that is there if
-# the model is one of transformers. (Adapters of PEFT are there without it.)
+# The key of the files that the first rank of a Trainer has written, a tuple of one mapping of names
+# to bytes; and a file that is among them if the model is one of transformers. (Adapters of PEFT are
+# there without it.)
 _TRAINER_KEY = "files.0"
 _CONFIG = "config.json"
 # An object is read in pieces of this size, so many at a time.
@@ -67,35 +68,37 @@ def named_files(
     files: list[PlannedFile] = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
         url = folder_and_name(path, ())[0].rstrip("/")
-        named = _object(url, spec_of) or _in_folder(url, spec_of) or _matching(url, spec_of)
-        if not named:
+        copies = _copies(url, spec_of)
+        if not copies:
             raise InputError(
                 "nothing to copy: no file is there, no folder or pattern that has a file directly"
                 " below it that is neither hidden nor weights (name such a file itself)",
                 url=url,
             )
-        files += named
+        files += copies
     return files
 
 
-def _object(url: str, spec_of: Callable[[str], StoreSpec]) -> list[PlannedFile]:
+def _copies(url: str, spec_of: Callable[[str], StoreSpec]) -> list[PlannedFile]:
+    """Return a copy of the object at a URL, or of what is in that folder, or matches the pattern.
+
+    Only the object itself may be weights.
+    """
     folder, _, name = url.rpartition("/")
-    if folder.endswith("/"):  # a bucket
-        return []
-    store = spec_of(folder).open()
+    if folder.endswith("/"):  # the URL is that of a bucket, such as "s3://bucket"
+        return _in_folder(spec_of(url))
+    parent = spec_of(folder)
+    store = parent.open()
     try:
         return [_copy_of(store, store.head(name))]
     except ObjectNotFoundError:
-        return []
+        return _in_folder(spec_of(url)) or _in_folder(parent, name)
 
 
-def _in_folder(
-    url: str, spec_of: Callable[[str], StoreSpec], pattern: str = "*"
-) -> list[PlannedFile]:
-    """Return copies of what lies directly below a URL, without weights."""
-    spec = spec_of(url)
+def _in_folder(spec: StoreSpec, pattern: str = "*") -> list[PlannedFile]:
+    """Return copies of the small files directly below a URL whose names match."""
     store = spec.open()
-    names = [key for key in names_in(spec, store) if _is_wanted(key) and fnmatchcase(key, pattern)]
+    names = [name for name in names_in(spec, store) if _is_small_file(name, pattern)]
     return [_copy_of(store, store.head(name)) for name in names]
 
 
@@ -108,21 +111,20 @@ def names_in(spec: StoreSpec, store: ObjectStore) -> list[str]:
     return [meta.key for meta in store.list() if "/" not in meta.key]
 
 
-def _matching(url: str, spec_of: Callable[[str], StoreSpec]) -> list[PlannedFile]:
-    folder, _, pattern = url.rpartition("/")
-    return [] if folder.endswith("/") else _in_folder(folder, spec_of, pattern)
-
-
-def _is_wanted(name: str) -> bool:
-    is_small = not name.endswith(_WEIGHTS) and name != _TRAINER_STATE
-    return is_small and "/" not in name and not name.startswith(".")
+def _is_small_file(name: str, pattern: str = "*") -> bool:
+    """Whether a name is that of a small file, neither hidden nor in a folder, and matches."""
+    is_weights = name.endswith(_WEIGHTS_SUFFIXES) or name == _TRAINER_STATE
+    is_below = "/" in name or name.startswith(".")
+    return not is_weights and not is_below and fnmatchcase(name, pattern)
 
 
 def _copy_of(store: ObjectStore, meta: ObjectMeta) -> PlannedFile:
     """Return a file with the bytes of an object, which it reads while it is written."""
 
     def buffers(_: TensorBytes) -> Iterator[ByteArray]:
-        pinned = PinnedStore(store, {})  # a CDN may answer a GET with another ETag than a HEAD
+        # All GETs must have one ETag. It is not compared with that of `meta`, because a CDN may
+        # answer a GET with another ETag than a HEAD; so the HEAD is repeated at the end.
+        pinned = PinnedStore(store, {})
         with closing(pieces_of(pinned, meta.key, meta.size_bytes)) as pieces:
             yield from pieces
         now = store.head(meta.key)
@@ -151,10 +153,12 @@ def trainer_files(checkpoint: Checkpoint) -> list[PlannedFile]:
     except UntrustedPickleError:  # not a Trainer's
         return []
     files = value[0] if isinstance(value, tuple) and len(value) == 1 else None
-    if not isinstance(files, Mapping) or not (_CONFIG in files or DESCRIPTION_KEY in checkpoint):
+    if not isinstance(files, Mapping):
         return []
+    if _CONFIG not in files and DESCRIPTION_KEY not in checkpoint:
+        return []  # neither a model of transformers nor adapters of PEFT
     return [
         PlannedFile.of(name, body)
         for name, body in files.items()
-        if isinstance(name, str) and isinstance(body, bytes) and _is_wanted(name)
+        if isinstance(name, str) and isinstance(body, bytes) and _is_small_file(name)
     ]

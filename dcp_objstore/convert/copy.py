@@ -69,7 +69,7 @@ from dcp_objstore.transfer.upload import Content, run_watched, upload_object
 from dcp_objstore.transfer.workers import DaemonPool
 from dcp_objstore.write.session import Save
 
-_MOST_OBJECTS = 4
+_MOST_CONCURRENT_OBJECTS = 4
 _FINGERPRINT_DIGITS = 40  # a name has room for 64, and the nonce takes 24
 
 
@@ -216,9 +216,10 @@ def copy_checkpoint(
 
 
 def _on_one_store(source: StoreSpec, target: StoreSpec) -> bool:
-    """Whether the store may be asked to copy: the same credentials hold on both sides."""
-    access, other_access = ((spec.parsed.scheme, spec.storage_options) for spec in (source, target))
-    return access == other_access and target.open().capabilities.copies
+    """Return whether the store may be asked to copy: the same credentials hold on both sides."""
+    access = source.parsed.scheme, source.storage_options
+    target_access = target.parsed.scheme, target.storage_options
+    return access == target_access and target.open().capabilities.copies
 
 
 class _Copy:
@@ -248,9 +249,12 @@ class _Copy:
         self.sent_bytes = 0
 
     def upload(self, save: Save) -> tuple[ix.Index, list[StoredObject]]:
-        """Upload what is not there yet; return the index of the copy, and its objects."""
+        """Upload what is not there yet; return the index of the copy, and its objects.
+
+        An object is there from an earlier copy, or the store copies it, or it is streamed.
+        """
         channel, objects, config = save.channel, self._index.objects, self._config
-        copied = self._arrived(save)
+        copied = self._of_earlier_copies(save)
         unsent = [number for number in range(len(objects)) if number not in copied]
         self.sent_bytes = sum(objects[number].size_bytes for number in unsent)
         channel.emit(
@@ -274,36 +278,39 @@ class _Copy:
                 f"copy of {self._source.url}",
                 progress,
             )
-        sent = [copied[number] for number in range(len(objects))]
+        in_order = [copied[number] for number in range(len(objects))]
         storage = ix.StorageInfo(save.spec.url, save.nonce, self._index.storage.modules)
-        entries = tuple(stored_object.entry for stored_object in sent)
-        return replace(self._index, objects=entries, storage=storage), sent
+        entries = tuple(stored_object.entry for stored_object in in_order)
+        return replace(self._index, objects=entries, storage=storage), in_order
 
-    def _arrived(self, save: Save) -> dict[int, StoredObject]:
-        """Return the objects that earlier copies have sent, by number. At most one listing."""
+    def _of_earlier_copies(self, save: Save) -> dict[int, StoredObject]:
+        """Return the objects that interrupted copies have sent, by number. At most one listing."""
         assert save.token is not None
         store = save.open()
         had_marker = save.token.version is not None
-        # See the module: only then does no sweep remove the objects before the commit, and only
-        # then is an object that is listed whole.
+        # See the module: if there was a marker, or without fences, a sweep may remove the objects
+        # before the commit. Without atomic PUTs, an object that is listed may not be whole.
         if had_marker or not save.fenced or not store.capabilities.atomic_put:
             return {}
         fingerprints = {self._streamed_fingerprint}
         if self._on_store:
             fingerprints.add(self._on_store_fingerprint)
         objects = self._index.objects
-        arrived: dict[int, StoredObject] = {}
+        present: dict[int, StoredObject] = {}
         for meta in store.list():
             name = parse_data_key(meta.key)
             if name is None or name.nonce[len(save.nonce) :] not in fingerprints:
-                continue
+                continue  # the fingerprint stands behind the nonce of a save
             if name.number < len(objects) and meta.size_bytes == objects[name.number].size_bytes:
                 entry = msgspec.structs.replace(objects[name.number], key=meta.key, e_tag=None)
-                arrived[name.number] = StoredObject(entry, parts=0, url=save.spec.url)
-        return arrived
+                present[name.number] = StoredObject(entry, parts=0, url=save.spec.url)
+        return present
 
     def _copy_on_store(self, save: Save, numbers: Sequence[int]) -> dict[int, StoredObject]:
-        """Have the store copy objects; return those that it has copied, by number."""
+        """Have the store copy objects; return those that it has copied, by number.
+
+        Objects without an ETag in the index are left out: nothing would show that they changed.
+        """
         objects = self._index.objects
         # New names: a key is never written twice, and the answer of a copy that failed may
         # only have been lost.
@@ -341,7 +348,8 @@ class _Copy:
                 spans[span.object_number].append(span)
         config = self._config
         limits = at_most(config.upload_concurrency), at_most(config.download_concurrency)
-        threads = min(_MOST_OBJECTS, len(numbers), *limits)
+        # All threads together keep to the limits of the configuration.
+        threads = min(_MOST_CONCURRENT_OBJECTS, len(numbers), *limits)
         if config.upload_concurrency != "auto":
             config = replace(config, upload_concurrency=config.upload_concurrency // threads)
 
@@ -360,9 +368,9 @@ class _Copy:
                 raise
 
         with DaemonPool(threads, "copy") as pool:
-            sent = {number: pool.submit(send, number) for number in numbers}
-            wait(sent.values())
-        return {number: future.result() for number, future in sent.items()}
+            futures = {number: pool.submit(send, number) for number in numbers}
+            wait(futures.values())
+        return {number: future.result() for number, future in futures.items()}
 
     def _send(
         self,
@@ -374,7 +382,18 @@ class _Copy:
         threads: int,
         progress: Progress,
     ) -> StoredObject:
-        """Copy one object, within its share of the limits: half of the memory for each side."""
+        """Stream one object, within a thread's share of the limits; return what was written.
+
+        Half of the memory is for what is read, and half for what is uploaded.
+
+        Args:
+            save: the save that the object becomes part of.
+            number: its number.
+            spans: its blocks and the bytes around them, front to back, without a gap.
+            config: the sizes, and this thread's share of the upload's concurrency.
+            threads: the number of threads that send objects.
+            progress: the object that receives the bytes, and stops the copy.
+        """
         entry = self._index.objects[number]
         half_bytes = config.memory_budget_bytes // (2 * threads)
         windows = plan_requests(spans, request_size_bytes=config.request_size_bytes, gap_bytes=0)
@@ -392,8 +411,8 @@ class _Copy:
             most=max(1, half_bytes // plan.part_size_bytes),
             is_own=True,
         )
-        there = msgspec.structs.replace(entry, key=key, e_tag=uploaded.version.e_tag)
-        return StoredObject(there, uploaded.parts, save.spec.url)
+        own_entry = msgspec.structs.replace(entry, key=key, e_tag=uploaded.version.e_tag)
+        return StoredObject(own_entry, uploaded.parts, save.spec.url)
 
     def _buffers(
         self,
@@ -409,7 +428,7 @@ class _Copy:
             for window in windows:
                 memory = next(arriving)
                 for span in window.spans:
-                    if span.tag.digest is None:
+                    if span.tag.digest is None:  # not a block
                         framing.update(memory[span.start - window.start : span.end - window.start])
                 yield memory
                 del memory  # while the next one is awaited
@@ -421,7 +440,11 @@ class _Copy:
             )
 
     def _read(self, progress: Progress, window: RangeRequest[Piece]) -> ByteArray:
-        """Read a stretch of an object into new memory, and compare its blocks."""
+        """Read a stretch of an object into new memory, and compare its blocks. Called in threads.
+
+        Raises:
+            CheckpointCorruptError: a block differs from what was saved.
+        """
         memory = np.empty(window.end - window.start, dtype=np.uint8)
 
         def compare(request: RangeRequest[Piece], body: Buffer) -> None:
@@ -435,7 +458,7 @@ class _Copy:
                         key=span.tag.key,
                         url=self._source.url,
                     )
-            progress.alive()
+            progress.alive()  # for the upload, which waits for this
 
         with closing(
             fetch_ranges(
@@ -464,4 +487,5 @@ class _Copy:
 
 
 def _source(url: str, entry: ix.ObjectEntry) -> CopySource:
+    """Return the whole object of an entry, in the state that its ETag names."""
     return CopySource(f"{url}/{entry.key}", 0, entry.size_bytes, Version(entry.e_tag))

@@ -14,7 +14,7 @@ import pickle
 import re
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -76,6 +76,9 @@ def folder_and_name(
 ) -> tuple[str, str | None]:
     """Return the URL of a folder and the name of a file in it; None if the path is the folder.
 
+    With the suffix `.pt`, `runs/w.pt` is `("file:///home/user/runs", "w.pt")`, and `s3://b/run` is
+    `("s3://b/run", None)`.
+
     Args:
         path: a local path or a URL.
         suffixes: how the name of a file ends.
@@ -83,6 +86,7 @@ def folder_and_name(
     url = os.fspath(path)
     if "://" not in url:
         local = Path(url).absolute()
+        # Links stay as they are named, but "link/.." is not the folder that has the link.
         url = f"file://{local.resolve() if '..' in local.parts else local}"
     if not url.endswith(suffixes):
         return url, None
@@ -123,7 +127,9 @@ def shards(
     stem: str = STEM,
     ranks: int = 1,
 ) -> tuple[list[PlannedFile], PlannedFile]:
-    """Return the shards of safetensors that a folder gets, and their index; or the only file.
+    """Return the shards of safetensors that a folder gets, and their index.
+
+    If one file has room for all tensors, there are no shards, and it is in the place of the index.
 
     Args:
         tensors: the tensors by key.
@@ -134,13 +140,19 @@ def shards(
             each rank gets the same number of them, but none is cut below 250 MB for that.
     """
     groups = _groups(tensors, most_bytes)
+    total_bytes = sum(map(tensor_bytes, tensors.values()))
     if ranks > 1:
-        total = sum(map(tensor_bytes, tensors.values()))
-        for_all = ranks * -(-len(groups) // ranks)
-        count = max(len(groups), min(for_all, total // _LEAST_SHARD_BYTES))
-        sizes = range(min(most_bytes, total))
-        fits = bisect_left(sizes, True, key=lambda size: len(_groups(tensors, size)) <= count)
-        groups = _groups(tensors, fits)
+        # With 5 groups and 4 ranks, 8 shards: 2 for each rank.
+        equal_count = ranks * -(-len(groups) // ranks)
+        most_count = max(len(groups), min(equal_count, total_bytes // _LEAST_SHARD_BYTES))
+
+        def is_enough(size_bytes: int) -> bool:
+            return len(_groups(tensors, size_bytes)) <= most_count
+
+        # The least size of a shard with which there are no more: so they are as equal as can be.
+        groups = _groups(
+            tensors, bisect_left(range(min(most_bytes, total_bytes)), True, key=is_enough)
+        )
     count = len(groups)
     if count == 1:
         return [], safetensors_file(ONE_FILE, groups[0], tensors, names)
@@ -149,7 +161,7 @@ def shards(
         for number, keys in enumerate(groups, 1)
     ]
     index = {
-        "metadata": {"total_size": sum(map(tensor_bytes, tensors.values()))},
+        "metadata": {"total_size": total_bytes},
         "weight_map": {names[key]: file.name for file in files for key in file.keys},
     }
     return files, PlannedFile.of(INDEX, json.dumps(index, indent=2).encode())
@@ -174,20 +186,8 @@ def has_weights(names: Iterable[str]) -> bool:
     return any(map(_WEIGHTS.fullmatch, names))
 
 
-def replaced_by(names: Collection[str], present: Iterable[str]) -> set[str]:
-    """Return which files of a folder go if an export writes some there.
-
-    Args:
-        names: the names of the files that it writes. If weights are among them, all weights of
-            earlier exports go: some servers read every shard that is there.
-        present: the names of the files in the folder.
-    """
-    weights_go = has_weights(names)
-    return {name for name in present if name in names or (weights_go and has_weights([name]))}
-
-
 def share_out(files: Sequence[PlannedFile], ranks: int) -> list[list[PlannedFile]]:
-    """Return which files each rank writes: the largest first, to the rank that has least."""
+    """Return the files of each rank: the largest first, each to the rank with the fewest bytes."""
     shares: list[list[PlannedFile]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for file in sorted(files, key=lambda file: -file.size_bytes):
@@ -216,15 +216,16 @@ def torch_file(
     Raises:
         UnsupportedError: the object is nested too deep for pickle, or a tensor is too large.
     """
-    empty = {key: _without_memory(key, info) for key, info in tensors.items()}
-    keys = {tensor.data_ptr(): key for key, tensor in empty.items() if tensor.numel()}
-    value = nest(empty)
+    placeholders = {key: _without_memory(key, info) for key, info in tensors.items()}
+    keys = {tensor.data_ptr(): key for key, tensor in placeholders.items() if tensor.numel()}
+    value = nest(placeholders)
     finder = _StorageFinder()
     try:
         finder.dump(value)
-        # What each storage holds: the key of a tensor, or memory; and the bytes around them.
-        storages = [keys.get(at) or _memory(storage) for at, storage in finder.storages.items()]
-        frames = framing(value)
+        # What each storage holds: the key of a tensor; or memory, if it is part of a value.
+        storages = finder.storages.items()
+        contents = [keys.get(address) or _memory(storage) for address, storage in storages]
+        frames = framing(value)  # the bytes before each storage, and those after the last one
     except RecursionError:
         text = (
             "a value, or the nested dict, is nested too deep for a torch.save file; choose others"
@@ -233,16 +234,16 @@ def torch_file(
         raise UnsupportedError(text) from None
 
     def buffers(tensor: TensorBytes) -> Iterator[ByteArray]:
-        for before, storage in zip(frames, [*storages, None], strict=True):
-            yield np.frombuffer(before, np.uint8)
-            if isinstance(storage, str):
-                yield from tensor(storage)
-            elif storage is not None:
-                yield storage
+        for frame, content in zip(frames, [*contents, None], strict=True):
+            yield np.frombuffer(frame, np.uint8)
+            if isinstance(content, str):
+                yield from tensor(content)
+            elif content is not None:
+                yield content
 
     size_bytes = sum(map(tensor_bytes, tensors.values()))
-    in_order = [storage for storage in storages if isinstance(storage, str)]
-    return PlannedFile(name, size_bytes, buffers, in_order)
+    keys_in_order = [content for content in contents if isinstance(content, str)]
+    return PlannedFile(name, size_bytes, buffers, keys_in_order)
 
 
 def _without_memory(key: str, info: TensorInfo) -> torch.Tensor:
@@ -278,7 +279,7 @@ class _StorageFinder(pickle.Pickler):
         self.storages: dict[int, torch.UntypedStorage] = {}
 
     def persistent_id(self, obj: Any) -> str | None:
-        """Override `pickle.Pickler.persistent_id`."""
+        """Override `pickle.Pickler.persistent_id`: note each storage, and pickle nothing of it."""
         if not torch.is_storage(obj):
             return None
         storage = untyped_storage(obj)

@@ -70,28 +70,29 @@ def adapter_folder(checkpoint: Checkpoint, keys: Iterable[str] | None) -> Adapte
     """
     adapters = _adapters(checkpoint)
     if keys is None:
-        wanted = [name for name in ("default", *adapters) if name in adapters][:1]
+        selected = [name for name in ("default", *adapters) if name in adapters][:1]
     else:
-        wanted = [name for name in adapters if not _keys(adapters[name]).keys().isdisjoint(keys)]
-    if len(wanted) > 1:
+        selected = [name for name in adapters if not {*keys}.isdisjoint(_names(adapters[name]))]
+    if len(selected) > 1:
         raise InputError(
-            f"these keys are of the adapters {' and '.join(wanted)}, and a folder has one; pass"
-            f" keys= for one of them, such as '*.{wanted[0]}*'",
+            f"these keys are of the adapters {' and '.join(selected)}, and a folder has one; pass"
+            f" keys= for one of them, such as '*.{selected[0]}*'",
             url=checkpoint.url,
         )
-    if not wanted:
+    if not selected:
         return None
-    adapter = adapters[wanted[0]]
+    adapter = adapters[selected[0]]
     if None in adapter.names.values():
         raise UnsupportedError(
             "PEFT computes what it writes of this adapter: load it into the model and call"
             " save_pretrained",
             url=checkpoint.url,
         )
-    return AdapterFolder(adapter.config, _keys(adapter))
+    return AdapterFolder(adapter.config, _names(adapter))
 
 
-def _keys(adapter: Adapter) -> dict[str, str]:
+def _names(adapter: Adapter) -> dict[str, str]:
+    """Return PEFT's name of each tensor of an adapter, by its key in the checkpoint."""
     # A bias of modules_to_save has two names with bias="all"; PEFT looks for the last one.
     return {f"{MODULE_KEY}.{name}": short for short, name in adapter.names.items()}
 
@@ -107,9 +108,10 @@ def _adapters(checkpoint: Checkpoint) -> dict[str, Adapter]:
         return {}
 
 
+# The key of Lightning's file with all that is not sharded.
 META_KEY = "meta.pt"
-# A key that the Trainer alone writes.
-_TRAINERS = "pytorch-lightning_version"
+# A key in it that the Trainer writes, and Fabric does not.
+_TRAINER_KEY = "pytorch-lightning_version"
 
 
 def nest_for_lightning(
@@ -135,12 +137,12 @@ def nest_for_lightning(
     body = parts.pop(META_KEY)
     check_safe(body, META_KEY, trust_pickle=trust_pickle)
     meta = unpickled(io.BytesIO(body), weights_only=False)
-    if _TRAINERS not in meta:
-        return {**parts, **meta}
+    if _TRAINER_KEY not in meta:
+        return {**parts, **meta}  # a checkpoint of Fabric
     optimizers = sorted((key for key in parts if key.startswith("optimizer_")), key=natural_order)
     if optimizers:
         meta["optimizer_states"] = [parts.pop(key) for key in optimizers]
-    # `FSDPStrategy` calls it so.
+    # A sharded checkpoint of `FSDPStrategy` has the weights under "model".
     if "model" in parts:
         parts["state_dict"] = parts.pop("model")
     return {**parts, **meta}

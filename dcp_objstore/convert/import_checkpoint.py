@@ -146,7 +146,7 @@ class SourcePlanner(AgreeingSavePlanner):
     Args:
         url: URL of the checkpoint.
         source: what to read.
-        names: the new name of each key to import.
+        names: the new name of each key to save.
         ranks: the number of ranks that save together.
 
     Attributes:
@@ -162,19 +162,22 @@ class SourcePlanner(AgreeingSavePlanner):
         }
         super().__init__(url, self.flat, ranks)
         self._source = source
+        # The key in the source, by the new name.
         self._keys = {name: key for key, name in names.items()}
+        # A key that was renamed stands at the top of the nested dict, under its whole name.
         self._paths = {
             name: source.paths.get(key, (name,)) if name == key else (name,)
             for key, name in names.items()
         }
-        self._tensors = source.stream((), self._check)
+        self._tensors = source.stream((), self._check)  # until `finish_plan`
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """Override `DefaultSavePlanner.set_up_planner`: what is flat stays as it is.
+        """Override `DefaultSavePlanner.set_up_planner`: do not flatten what is flat.
 
-        A value may be a dict (of a checkpoint that was not flattened), or contain itself.
+        A value may be a dict (of a checkpoint that was not flattened), or contain itself. The
+        option is on again afterwards: then the index has the paths of the keys.
         """
         self.flatten_state_dict = self.flatten_sharded_tensors = False
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
@@ -186,8 +189,12 @@ class SourcePlanner(AgreeingSavePlanner):
         return [slab for item in super().make_items() for slab in self._cut(item)]
 
     def _cut(self, item: WriteItem) -> list[WriteItem]:
+        """Return the items that write the slabs of a tensor; the item itself if it is of one slab.
+
+        An item of a value stays as it is, also if the value is a tensor (in memory).
+        """
         info = self._source.tensors.get(self._keys[item.index.fqn])
-        if item.tensor_data is None or info is None:  # or a tensor that was saved as a value
+        if item.tensor_data is None or info is None:
             return [item]
         slabs = list(cut(item.index.fqn, info.shape, info.dtype, info.starts))
         return [item] if len(slabs) < 2 else [write_item(slab, info) for slab in slabs]
@@ -198,10 +205,14 @@ class SourcePlanner(AgreeingSavePlanner):
             self.check_stopped()
 
     def _is_read(self, item: WriteItem) -> bool:
+        """Return whether the source has the item as a tensor, not as a value in memory."""
         return self._keys[item.index.fqn] in self._source.tensors
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Override `DefaultSavePlanner.finish_plan`: begin to read."""
+        """Override `DefaultSavePlanner.finish_plan`: begin to read, in the order of upload.
+
+        That is the order in which `resolve_data` takes the tensors. Empty slabs are not read.
+        """
         plan: SavePlan = super().finish_plan(new_plan)
         slabs = [
             _slab(item, self._keys[item.index.fqn])
@@ -240,6 +251,7 @@ def write_item(slab: Slab, info: TensorInfo) -> WriteItem:
 
 
 def _slab(item: WriteItem, key: str) -> Slab:
+    """Return the slab of the tensor `key` that an item writes."""
     assert item.tensor_data is not None
     chunk = item.tensor_data.chunk
     size_bytes = chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
@@ -254,7 +266,10 @@ def _open_source(
     config: TransferConfig | None,
     trust_pickle: bool,
 ) -> Iterator[Source]:
-    """Open whatever the source is."""
+    """Yield the opened source: a `torch.save` file if its name ends so, otherwise a checkpoint.
+
+    A local file is mapped, and must stay as it is; another one is downloaded first.
+    """
     folder, name = folder_and_name(source, TORCH_SUFFIXES)
     if name is None:
         try:
@@ -269,6 +284,7 @@ def _open_source(
     spec = StoreSpec(folder, storage_options, config)
     store = PinnedStore(spec.open(), {})
     if spec.parsed.scheme == "file":
+        # The first HEAD pins the state of the file; a later one raises if it has changed.
         path, check = Path(spec.url.removeprefix("file://")) / name, partial(store.head, name)
         check()
         state = _loaded(path, trust_pickle)
@@ -290,16 +306,16 @@ def _downloaded(store: ObjectStore, name: str) -> Iterator[Path]:
                 for piece in pieces:
                     file.write(piece)
         except DcpObjstoreError:
-            raise
-        except OSError as error:
+            raise  # some are OSErrors, too
+        except OSError as error:  # of the temporary folder
             raise of_os(error).at(object_key=name, url=f"file://{folder}") from error
         yield path
 
 
 def _is_mappable(path: Path, trust_pickle: bool) -> bool:
-    """Whether the tensors of a `torch.save` file lie in it as they are; check what torch does not.
+    """Return whether a `torch.save` file can be mapped; check what torch does not.
 
-    (Torch would take packed records for the tensors' memory.)
+    It cannot if its records are packed: torch would take the packed bytes for the tensors' memory.
 
     Raises:
         ArchiveError, HostilePickleError, ValueError: it is not such a file, or torch would allocate
@@ -324,7 +340,14 @@ _DAMAGED = (UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, Ar
 
 
 def _loaded(path: Path, trust_pickle: bool) -> dict[str, Any]:
-    """Map a `torch.save` file into memory; read it there if its records are packed."""
+    """Return the state dict of a `torch.save` file, mapped; in memory if its records are packed.
+
+    Raises:
+        ObjectNotFoundError: there is no such file.
+        UntrustedPickleError: it has what only `trust_pickle` allows.
+        CheckpointCorruptError: it is damaged, cut off, or no such file.
+        InputError: it cannot be read, or holds no dict.
+    """
     of_damage = _DAMAGED if trust_pickle else (Exception,)
     try:
         is_mapped = _is_mappable(path, trust_pickle)
@@ -334,7 +357,8 @@ def _loaded(path: Path, trust_pickle: bool) -> dict[str, Any]:
     except MemoryError:
         raise
     except of_damage as error:
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # so mmap refuses its end
+        # EINVAL is of a file that is cut off: mmap refuses a position behind its end.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise InputError(f"{path} cannot be read: {error.strerror}") from error
         # Those of a list or a memo say only a number, that of an empty pickle nothing.
         says_little = isinstance(error, LookupError | EOFError)

@@ -85,7 +85,7 @@ class CheckpointSource(Source):
         self._checkpoint = checkpoint
         tensors: dict[str, TensorInfo] = {}
         self.keys = checkpoint.matching(keys)
-        checkpoint._check_whole(self.keys)
+        checkpoint._check_whole(self.keys)  # refuses those of which elements are missing
         for key in self.keys:
             entry = checkpoint[key]
             if not isinstance(entry, TensorEntry):
@@ -96,8 +96,8 @@ class CheckpointSource(Source):
             starts = tuple(sorted({offsets[0] for offsets, _ in entry.chunks if offsets}))
             tensors[key] = TensorInfo(entry.shape, entry.dtype, starts)
         self.tensors = tensors
-        wanted = [key for key in self.keys if values and key not in self.tensors]
-        self.values = checkpoint.read(wanted, progress=False) if wanted else {}
+        value_keys = [key for key in self.keys if values and key not in self.tensors]
+        self.values = checkpoint.read(value_keys, progress=False) if value_keys else {}
         self.paths = checkpoint.paths
 
     def read(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
@@ -122,6 +122,7 @@ class TorchSource(Source):
         self, url: str, state: dict[str, Any], check: Callable[[], object] | None = None
     ) -> None:
         self._check_unchanged = check
+        # The planner of a save flattens the dict, and so gives each key its name and its path.
         planner = AgreeingSavePlanner(url, state, ranks=1)
         planner.set_up_planner(state, StorageMeta(), is_coordinator=True)
         flat = planner.state_dict
@@ -137,7 +138,10 @@ class TorchSource(Source):
         self.paths = planner.mappings
 
     def read(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
-        """Return views of the tensors in memory; copies if the file may change."""
+        """Return views of the tensors in memory; copies if the file may change.
+
+        Once a copy was made and the file is unchanged, no later change can reach it.
+        """
         views = [narrow(self._tensors[slab.key], slab.box) for slab in slabs]
         if self._check_unchanged is None:
             return views

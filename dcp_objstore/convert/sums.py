@@ -35,7 +35,7 @@ from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import CheckpointCorruptError, DcpObjstoreError
 from dcp_objstore.inspect.slabs import Slab, in_windows
 from dcp_objstore.read.geometry import Box, Copy, narrow
-from dcp_objstore.read.items import ItemLocation
+from dcp_objstore.read.items import ItemLocation, SavedTensor
 from dcp_objstore.read.session import explained
 from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
 from dcp_objstore.read.tensor_read import Block, TensorRead, consume, location_of, plan_spans
@@ -61,29 +61,30 @@ _ELEMENTS, _CONVERTED_ELEMENTS = 65536, 32768
 
 
 class Input(NamedTuple):
-    """A checkpoint that is part of a sum, and its weight."""
+    """A checkpoint that is part of a sum, opened, and its weight."""
 
     spec: StoreSpec
     stored: StoredCheckpoint
     weight: float
 
-
-def sum_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the dtype of a sum: float64 if any of its terms is, otherwise float32."""
-    return torch.float64 if torch.float64 in dtypes else torch.float32
+    def tensor(self, key: str) -> SavedTensor:
+        """Return a tensor of the input, which has it."""
+        saved = self.stored.items.tensor(key)
+        assert saved is not None
+        return saved
 
 
 class SummedSlab(NamedTuple):
     """A slab of the result, and the dtypes in which it is summed up and stored."""
 
     slab: Slab
-    dtype: torch.dtype
-    stored_as: torch.dtype
+    sum_dtype: torch.dtype
+    stored_dtype: torch.dtype
 
     @property
     def sum_bytes(self) -> int:
-        """The size of the sum."""
-        return math.prod(self.slab.box.sizes) * self.dtype.itemsize
+        """The size of the sum in `sum_dtype`."""
+        return math.prod(self.slab.box.sizes) * self.sum_dtype.itemsize
 
 
 def weighted_sums(
@@ -109,7 +110,7 @@ def weighted_sums(
         DcpObjstoreError: any error of the store.
     """
     sums = (_Sum(slab, len(inputs)) for slab in slabs)
-    windows = list(in_windows(sums, SUM_BYTES, lambda part: part.slab.sum_bytes))
+    windows = list(in_windows(sums, SUM_BYTES, lambda one_sum: one_sum.summed.sum_bytes))
     progress = Progress(config.stall_timeout_seconds)
     slots = _Slots(config)
 
@@ -117,37 +118,49 @@ def weighted_sums(
         try:
             _read(inputs, windows, slots, config, progress)
         except BaseException as error:  # noqa: BLE001 - raised where the sums are taken
-            for part in chain.from_iterable(windows):
-                if not part.ended.done():
-                    part.ended.set_exception(error)
+            for one_sum in chain.from_iterable(windows):
+                if not one_sum.ended.done():
+                    one_sum.ended.set_exception(error)
 
     run_in_thread(read, "sums")
     try:
         for number, window in enumerate(windows):
             slots.allow(number + _WINDOWS_AHEAD)
-            for part in window:
-                yield part.take(check)
+            for one_sum in window:
+                yield one_sum.take(check)
     finally:
-        progress.stop(GeneratorExit())
+        progress.stop(GeneratorExit())  # which ends the thread, if this generator is closed early
+
+
+class _ArrivedBlock(NamedTuple):
+    """A verified block: its term, its position in the payload of the term's chunk, its bytes."""
+
+    term: _Term
+    position: int
+    body: Buffer
 
 
 class _Sum:
     """A slab of the result while the inputs are added to it.
 
     Attributes:
-        slab: as given.
+        summed: the slab.
         ended: ends when the result can be taken.
     """
 
-    def __init__(self, slab: SummedSlab, inputs: int) -> None:
-        self.slab = slab
+    def __init__(self, summed: SummedSlab, inputs: int) -> None:
+        self.summed = summed
         self.ended: Future[None] = Future()
         self._lock = threading.Lock()
-        self._current = 0
         self._total: torch.Tensor | None = None
-        self._terms: list[_Term] = []
+        # The terms that get their part of `_total` when it is allocated.
+        self._expected_terms: list[_Term] = []
+        # The number of the input whose blocks are added now.
+        self._current = 0
+        # By the number of the input: how many blocks are still to be added, and those of later
+        # inputs that have arrived already.
         self._missing = [0] * inputs
-        self._early: list[deque[tuple[_Term, int, Buffer]]] = [deque() for _ in range(inputs)]
+        self._early: list[deque[_ArrivedBlock]] = [deque() for _ in range(inputs)]
 
     def take(self, check: Callable[[], object]) -> torch.Tensor:
         """Wait for the result and return it; nothing here keeps it."""
@@ -159,40 +172,41 @@ class _Sum:
     def expect(self, term: _Term) -> None:
         """Count a block that will arrive for a term."""
         self._missing[term.number] += 1
-        self._terms.append(term)
+        self._expected_terms.append(term)
 
-    def arrived(self, term: _Term, position: int, block: Buffer) -> None:
+    def arrived(self, block: _ArrivedBlock) -> None:
         """Add a block of an input, or keep it until all blocks of the inputs before it were added.
 
-        The inputs are added in their order, so that the rounding does not depend on which block
-        arrives first. The last block of an input is followed by those of the next that were kept.
+        Called by the threads that download, several at a time. The inputs are added in their order,
+        so that the rounding does not depend on which block arrives first. The thread that has added
+        the last block of an input adds those of the next one that were kept.
         """
         with self._lock:
-            if term.number > self._current:
-                self._early[term.number].append((term, position, block))
+            if block.term.number > self._current:
+                self._early[block.term.number].append(block)
                 return
             if self._total is None:
-                self._total = _new_tensor(self.slab.slab.box.sizes, self.slab.dtype)
-                for expected in self._terms:
-                    expected.bind(narrow(self._total, expected.box))
-                self._terms.clear()
+                self._total = _new_tensor(self.summed.slab.box.sizes, self.summed.sum_dtype)
+                for term in self._expected_terms:
+                    term.bind(narrow(self._total, term.box))
+                self._expected_terms.clear()
             current = self._current
-        ready = deque([(term, position, block)])
+        ready = deque([block])
         while ready:
             added = len(ready)
             while ready:
-                of_input, at, body = ready.popleft()
-                of_input.add(at, body)
-                del body
+                # No name may keep a block any longer: its memory is a slot.
+                ready[0].term.add(ready[0].position, ready[0].body)
+                ready.popleft()
             with self._lock:
                 self._missing[current] -= added
                 if self._missing[current]:
-                    return
+                    return  # another thread adds the rest of this input, and goes on
                 self._current = current = current + 1
                 if current < len(self._missing):
                     ready, self._early[current] = self._early[current], ready
         if current == len(self._missing):
-            self._total = _rounded(self._total, self.slab.stored_as)
+            self._total = _rounded(self._total, self.summed.stored_dtype)
             self.ended.set_result(None)
 
 
@@ -202,33 +216,33 @@ class _Term(TensorRead):
     Args:
         item: the elements, and their place in the slab.
         location: the place of the chunk.
-        into: the sum.
+        sum_of_slab: what the chunk is added to.
         number: the number of the input.
         weight: its weight.
 
     Attributes:
         box: the place in the slab.
-        into, number: as given.
+        sum_of_slab, number: as given.
     """
 
     def __init__(
-        self, item: ReadItem, location: ItemLocation, into: _Sum, number: int, weight: float
+        self, item: ReadItem, location: ItemLocation, sum_of_slab: _Sum, number: int, weight: float
     ) -> None:
         super().__init__(item, location)
         self.box = Box(tuple(item.dest_offsets), tuple(item.lengths))
-        self.into = into
+        self.sum_of_slab = sum_of_slab
         self.number = number
         self._weight = weight
 
     def accept(self, position: int, block: Buffer) -> None:
         """Override `TensorRead.accept`: the block is added, now or when it is its turn."""
-        self.into.arrived(self, position, block)
+        self.sum_of_slab.arrived(_ArrivedBlock(self, position, block))
 
     def add(self, position: int, block: Buffer) -> None:
         """Add the needed elements of the payload bytes at `position`. Thread-safe."""
-        arrived = np.frombuffer(block, dtype=np.uint8)
-        copies = self.selection.copies(position, position + arrived.nbytes)
-        self._fill_boxes(copies, self._elements(arrived))
+        body = np.frombuffer(block, dtype=np.uint8)
+        copies = self.selection.copies(position, position + body.nbytes)
+        self._fill_boxes(copies, self._elements(body))
 
     def _fill_boxes(self, copies: Iterable[Copy], elements: torch.Tensor) -> None:
         """Override `TensorRead._fill_boxes`: add instead of copying."""
@@ -243,9 +257,10 @@ class _Term(TensorRead):
 
 
 def _add(source: torch.Tensor, factor: float, total: torch.Tensor, *, is_first: bool) -> None:
-    """Add a product to a total, or be it if it is the first; each is rounded to its dtype.
+    """Do `total += source * factor`; of the first input, `total = source * factor`.
 
-    In pieces, so that what one pass writes is in the cache for the next one.
+    The product and the sum are rounded to the dtype of the total. It goes in pieces, so that what
+    the multiplication writes is in the cache for the addition.
     """
     weight = total.numpy().dtype.type(factor)
     if not source.is_contiguous() or not total.is_contiguous():
@@ -257,13 +272,13 @@ def _add(source: torch.Tensor, factor: float, total: torch.Tensor, *, is_first: 
     step = _CONVERTED_ELEMENTS if is_converted else _ELEMENTS
     scratch = torch.empty(min(step, len(sums)), dtype=total.dtype, device="cpu")
     for start in range(0, len(sums), step):
-        piece, into = source[start : start + step], sums[start : start + step]
-        held = scratch[: len(piece)]
-        factors = held.copy_(piece) if is_converted else piece
-        product = into if is_first else held.numpy()
+        source_piece, sums_piece = source[start : start + step], sums[start : start + step]
+        scratch_piece = scratch[: len(source_piece)]
+        factors = scratch_piece.copy_(source_piece) if is_converted else source_piece
+        product = sums_piece if is_first else scratch_piece.numpy()
         np.multiply(factors.numpy(), weight, out=product)
         if not is_first:
-            np.add(into, product, out=into)
+            np.add(sums_piece, product, out=sums_piece)
 
 
 def _new_tensor(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -279,21 +294,27 @@ def _rounded(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if total.dtype == dtype:
         return total
     rounded = _new_tensor(total.shape, dtype)
-    sums, into = total.view(-1), rounded.view(-1)
-    for start in range(0, len(sums), _CONVERTED_ELEMENTS):
+    source, target = total.view(-1), rounded.view(-1)
+    for start in range(0, len(source), _CONVERTED_ELEMENTS):
         piece = slice(start, start + _CONVERTED_ELEMENTS)
-        into[piece].copy_(sums[piece])
+        target[piece].copy_(source[piece])
     return rounded
 
 
 class _Slots:
-    """Memory for what arrives, which requests get in the order in which they are planned."""
+    """Memory for what arrives, which requests get in the order in which they are planned.
+
+    A slot is free again when the last view of its memory has died: a block was added, or given up.
+    """
 
     def __init__(self, config: TransferConfig) -> None:
-        self._changed = threading.Condition()  # re-entrant: slots come back at any point
+        # Re-entrant: memory may die in a thread that holds it.
+        self._changed = threading.Condition()
         self._size_bytes = config.request_size_bytes
         count = max(1, config.memory_budget_bytes // self._size_bytes)
+        # None: a slot whose memory is not allocated yet.
         self._free: list[ByteArray | None] = [None] * count
+        # The requests without a slot, in the order in which they get one, each with its window.
         self._waiting: deque[tuple[RangeRequest[Block], int]] = deque()
         self._last_window = 0
 
@@ -308,7 +329,7 @@ class _Slots:
             self._changed.notify_all()
 
     def may_begin(self, request: RangeRequest[Block]) -> bool:
-        """Whether `admit` would return at once."""
+        """Return whether `admit` would return now."""
         first, window = self._waiting[0]
         return first is request and window <= self._last_window and bool(self._free)
 
@@ -335,7 +356,7 @@ class _Slots:
 
 
 class _Stores(WrappedStore):
-    """The objects of all inputs, each key behind the number of its input."""
+    """The objects of all inputs as one store, with keys such as `0/<key>` and `1/<key>`."""
 
     def __init__(self, stores: Sequence[ObjectStore]) -> None:
         super().__init__(stores[-1])
@@ -343,7 +364,10 @@ class _Stores(WrappedStore):
 
     @property
     def range_reading(self) -> RangeReading:
-        """What holds for the ranges of every input."""
+        """The reading of an input that does not read ahead, if there is one.
+
+        Of several, that which takes the most memory.
+        """
         readings = [store.range_reading for store in self._stores]
         return min(readings, key=lambda reading: (reading.ahead, -reading.memory_bytes))
 
@@ -360,14 +384,22 @@ def _read(
     config: TransferConfig,
     progress: Progress,
 ) -> None:
-    """Read all inputs and add them up."""
-    stores = [one.stored.open_store(one.spec) for one in inputs]
-    keys = [
-        f"{number}/{key}" for number, one in enumerate(inputs) for key in one.stored.object_keys
-    ]
-    firsts = [0, *accumulate(len(one.stored.object_keys) for one in inputs)]
+    """Read all inputs, and add each block to its sum as it arrives. Called in a thread.
 
-    def number_of(request: RangeRequest[Block]) -> int:
+    Args:
+        inputs: the checkpoints, and their weights.
+        windows: the sums of each window, in their order.
+        slots: the memory for what arrives.
+        config: sizes and concurrency.
+        progress: the object that stops the reads.
+    """
+    stores = [source.stored.open_store(source.spec) for source in inputs]
+    keys_of_inputs = [source.stored.object_keys for source in inputs]
+    keys = [f"{number}/{key}" for number, own in enumerate(keys_of_inputs) for key in own]
+    # The position in `keys` of each input's first object.
+    first_objects = [0, *accumulate(map(len, keys_of_inputs))]
+
+    def input_of(request: RangeRequest[Block]) -> int:
         return int(keys[request.object_number].partition("/")[0])
 
     def take_in(request: RangeRequest[Block], body: Buffer) -> None:
@@ -375,20 +407,20 @@ def _read(
             consume(request, body)
         except CheckpointCorruptError as error:
             key = keys[request.object_number].partition("/")[2]
-            raise error.at(object_key=key, url=stores[number_of(request)].url) from None
+            raise error.at(object_key=key, url=stores[input_of(request)].url) from None
         request.spans.clear()  # the plan would keep the sums
 
     def explain(request: RangeRequest[Block], error: DcpObjstoreError) -> DcpObjstoreError:
-        number = number_of(request)
+        number = input_of(request)
         return explained(inputs[number].stored, stores[number], request, error)
 
     stretch = max(1, _PLANNED_BYTES // (len(inputs) * SUM_BYTES))
     for first in range(0, len(windows), stretch):
         requests: list[RangeRequest[Block]] = []
-        for at, window in enumerate(windows[first : first + stretch], first):
-            for number, one in enumerate(inputs):
-                planned = _planned(one, number, window, firsts[number], config)
-                slots.plan(planned, at)
+        for window_number, window in enumerate(windows[first : first + stretch], first):
+            for number, source in enumerate(inputs):
+                planned = _planned(source, number, window, first_objects[number], config)
+                slots.plan(planned, window_number)
                 requests += planned
         arriving = fetch_ranges(
             _Stores(stores),
@@ -402,35 +434,47 @@ def _read(
             explain=explain,
         )
         with closing(arriving):
-            deque(arriving, maxlen=0)
+            deque(arriving, maxlen=0)  # to the end; `take_in` has what arrives
 
 
 def _planned(
-    one: Input, number: int, window: Sequence[_Sum], first_object: int, config: TransferConfig
+    source: Input, number: int, window: Sequence[_Sum], first_object: int, config: TransferConfig
 ) -> Sequence[RangeRequest[Block]]:
-    """Return the requests for what a window needs of an input.
+    """Return the requests for what a window needs of an input, which its sums expect from now on.
+
+    Args:
+        source: the input.
+        number: its number.
+        window: the sums.
+        first_object: the number of its first object among those of all inputs.
+        config: the size of a request.
 
     Raises:
         CheckpointCorruptError: the chunks of a tensor leave elements out, or overlap.
     """
     terms = []
-    for part in window:
-        for item in _items(one, part.slab.slab):
-            location = location_of(one.stored, item)
-            place = replace(location, object_number=location.object_number + first_object)
-            terms.append(_Term(item, place, part, number, one.weight))
+    for sum_of_slab in window:
+        for item in _items(source, sum_of_slab.summed.slab):
+            location = location_of(source.stored, item)
+            location = replace(location, object_number=location.object_number + first_object)
+            terms.append(_Term(item, location, sum_of_slab, number, source.weight))
     spans = plan_spans(terms, verify=True, whole_blocks=False)
     for span in spans:
         for term in span.tag.reads:
             assert isinstance(term, _Term)
-            term.into.expect(term)
+            term.sum_of_slab.expect(term)
     return plan_requests(spans, request_size_bytes=config.request_size_bytes)
 
 
-def _items(one: Input, slab: Slab) -> Iterator[ReadItem]:
-    """Yield the parts of an input's chunks that make up a slab."""
-    saved = one.stored.items.tensor(slab.key)
-    assert saved is not None
+def _items(source: Input, slab: Slab) -> Iterator[ReadItem]:
+    """Yield the parts of an input's chunks that make up a slab.
+
+    Raises:
+        CheckpointCorruptError: the chunks of the tensor leave elements out, or overlap.
+    """
+    saved = source.tensor(slab.key)
+    # A row for each chunk. What it has in common with the slab begins at `low`, and is empty unless
+    # all lengths are positive.
     offsets, sizes = saved.offsets.astype(np.int64), saved.sizes.astype(np.int64)
     low = np.maximum(offsets, slab.box.offsets)
     lengths = np.minimum(offsets + sizes, slab.box.ends) - low
@@ -439,15 +483,14 @@ def _items(one: Input, slab: Slab) -> Iterator[ReadItem]:
         raise CheckpointCorruptError(
             "the chunks of this tensor overlap, or leave elements of it out",
             key=slab.key,
-            url=one.spec.url,
+            url=source.spec.url,
         )
     for row in rows.tolist():
-        at = low[row]
         yield ReadItem(
             type=LoadItemType.TENSOR,
             dest_index=MetadataIndex(slab.key),
-            dest_offsets=torch.Size((at - slab.box.offsets).tolist()),
+            dest_offsets=torch.Size((low[row] - slab.box.offsets).tolist()),
             storage_index=MetadataIndex(slab.key, torch.Size(offsets[row].tolist()), row),
-            storage_offsets=torch.Size((at - offsets[row]).tolist()),
+            storage_offsets=torch.Size((low[row] - offsets[row]).tolist()),
             lengths=torch.Size(lengths[row].tolist()),
         )

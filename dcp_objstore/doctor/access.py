@@ -24,9 +24,10 @@ from dcp_objstore.stores.spec import StoreSpec
 from dcp_objstore.stores.urls import StoreUrl
 
 _PACKAGES = ("dcp-objstore", "torch", "obstore", "boto3", "fsspec", "s3fs", "gcsfs")
-LOCAL = ("file", "memory")
-_CLOUDS = ("s3", "gs", "gcs", "az", "azure", "abfs", "abfss")
-_ABSENT = ".doctor-asks-for-nothing"
+LOCAL_SCHEMES = ("file", "memory")
+_CLOUD_SCHEMES = ("s3", "gs", "gcs", "az", "azure", "abfs", "abfss")
+# A key, and a prefix, that no store has.
+_ABSENT_KEY = ".doctor-asks-for-nothing"
 # The time-out of the first answer: a server that accepts connections and stays silent has failed.
 _PATIENCE_SECONDS = 10.0
 
@@ -42,7 +43,7 @@ def versions() -> Verdict:
 
 def working_directory() -> Verdict:
     """Look for a folder `s3:` that a program has made because it takes a URL for a local path."""
-    folders = [f"{scheme}:" for scheme in _CLOUDS if Path(f"{scheme}:").is_dir()]
+    folders = [f"{scheme}:" for scheme in _CLOUD_SCHEMES if Path(f"{scheme}:").is_dir()]
     if not folders:
         return ok("no program has taken a URL for a local path here")
     return warning(
@@ -56,7 +57,8 @@ def working_directory() -> Verdict:
 class Access:
     """The checks of the server, the credentials and the bucket.
 
-    One request shows the most of it; which check its error belongs to depends on its kind.
+    They share two requests (`_error`). The kind of the error says which check has failed: the
+    credentials or the bucket, and otherwise the server.
     """
 
     def __init__(self, spec: StoreSpec) -> None:
@@ -65,17 +67,20 @@ class Access:
 
     @cached_property
     def _error(self) -> errors.DcpObjstoreError | None:
-        """What is wrong with the first answers; None if they are a store's, which may deny all."""
+        """The error of the first listing and read; None if a store has answered.
+
+        Neither finds anything, and the store may deny both.
+        """
         patience = min(_PATIENCE_SECONDS, self._spec.config.request_timeout_seconds)
         hasty = replace(self._spec.config, request_timeout_seconds=patience, max_retries=0)
         try:
             store = replace(self._spec, config=hasty).open()
-            next(iter(store.list(f"{_ABSENT}/")), None)
-            read_range(store, _ABSENT, 0, 1)
+            next(iter(store.list(f"{_ABSENT_KEY}/")), None)
+            read_range(store, _ABSENT_KEY, 0, 1)
         except (errors.ObjectNotFoundError, errors.PermissionDeniedError):
             return None  # the next checks report which right is missing
         except errors.CorruptDataError:
-            pass  # the answer is not the requested byte
+            pass  # the answer is not one byte: perhaps a web page
         except errors.DcpObjstoreError as error:
             return error
         text = "it sends data for an object that does not exist, so it is a web server or a proxy"
@@ -83,8 +88,8 @@ class Access:
 
     @cached_property
     def _bucket_region(self) -> str | None:
-        """The bucket's region, if AWS names another than the one that was asked."""
-        if not isinstance(self._error, errors.ConfigError):
+        """The bucket's region, if AWS names another than the one that was asked; otherwise None."""
+        if not isinstance(self._error, errors.ConfigError):  # of which kind a redirection is
             return None
         try:
             return ask_region(self._spec)
@@ -94,32 +99,33 @@ class Access:
     def endpoint(self) -> Verdict:
         """Look whether the server answers as a store does."""
         error = self._error
-        others = isinstance(error, errors.CredentialsError | errors.BucketNotFoundError)
-        if error is not None and not others and self._bucket_region is None:
+        # The next checks raise these.
+        is_of_others = isinstance(error, errors.CredentialsError | errors.BucketNotFoundError)
+        if error is not None and not is_of_others and self._bucket_region is None:
             raise error
         try:
             server, region = named_server(self._spec)
         except errors.DcpObjstoreError:
             return not_made("without credentials, no request is sent")
-        shown = server or "the provider's own endpoint"
-        where = f"{shown}, region {region}" if region else shown
-        return ok(where, endpoint_url=server, region=region)
+        text = server or "the provider's own endpoint"
+        text += f", region {region}" if region else ""
+        return ok(text, endpoint_url=server, region=region)
 
     def credentials(self) -> Verdict:
         """Find out whose credentials they are, and whether the store accepts them."""
         try:
             identity = identify(self._spec)
         except errors.ConfigError:
-            identity = None  # the first request failed alike
+            identity = None  # the check of the endpoint has reported it
         if isinstance(self._error, errors.CredentialsError):
             raise self._error
         if identity is None:
             return ok("in use; this store does not show whose they are")
-        source, key, account = identity
-        details = {"source": source, "access_key": key, "account": account}
-        if source == "anonymous":
+        details = identity._asdict()
+        if identity.source == "anonymous":
             return ok("anonymous", **details)
-        return ok(f"{account or key or 'unnamed'}, from {source}", **details)
+        name = identity.account or identity.access_key or "unnamed"
+        return ok(f"{name}, from {identity.source}", **details)
 
     def bucket(self) -> Verdict:
         """Look whether the bucket exists, and in the region that is asked."""
@@ -136,54 +142,58 @@ class Access:
 
 
 # No save takes longer, so an older upload will hardly be finished.
-_OLD = timedelta(hours=24)
-# Longer than the longest save.
+_LONGEST_SAVE = timedelta(hours=24)
+# The rule that is advised removes uploads after this time, which is longer than the longest save.
 _LIFECYCLE_DAYS: Final = 2
 _RULE_ID: Final = "dcp-objstore-incomplete-uploads"
 
 
 def lifecycle(scratch: Scratch, url: StoreUrl) -> Verdict:
-    """Look for a rule of the bucket that removes unfinished uploads."""
+    """Look for a rule of the bucket that removes unfinished uploads below the URL.
+
+    `scratch.around` refuses a store that has no such rules, and the error says why.
+    """
     prefix = f"{url.prefix}/" if url.prefix else ""
     if url.scheme == "gs":
-        rule = shlex.quote(lifecycle_configuration("gs", prefix))
+        configuration = shlex.quote(lifecycle_configuration("gs", prefix))
         return not_made(
             "the rules of the bucket cannot be read here; one should remove unfinished uploads",
-            f"`echo {rule} > rules.json` and `gcloud storage buckets update gs://{url.bucket}"
+            f"`echo {configuration} > rules.json` and `gcloud storage buckets update gs://{url.bucket}"
             " --lifecycle-file=rules.json` replace all its rules by one that does",
         )
     rules = scratch.around.lifecycle_rules()
     days = covering_days(rules, prefix)
     if days is None:
-        rule = shlex.quote(lifecycle_configuration("s3", prefix, rules))
+        configuration = shlex.quote(lifecycle_configuration("s3", prefix, rules))
         return warning(
             "no rule of the bucket removes unfinished uploads, which are billed but invisible",
             f"`aws s3api put-bucket-lifecycle-configuration --bucket {url.bucket}"
-            f" --lifecycle-configuration {rule}` adds one, and keeps its other rules",
+            f" --lifecycle-configuration {configuration}` adds one, and keeps its other rules",
         )
     return ok(f"the bucket removes unfinished uploads after {counted(days, 'day')}", days=days)
 
 
 def unfinished(scratch: Scratch, url: StoreUrl) -> Verdict:
     """Look for unfinished uploads below the URL that no save can still finish."""
-    old = [one for one in scratch.around.list() if datetime.now(UTC) - one.initiated > _OLD]
-    old_bytes = sum(upload.size_bytes for upload in old)
-    if not old:
+    newest_old = datetime.now(UTC) - _LONGEST_SAVE
+    old_uploads = [upload for upload in scratch.around.list() if upload.initiated < newest_old]
+    old_bytes = sum(upload.size_bytes for upload in old_uploads)
+    if not old_uploads:
         return ok("none below the URL is older than a day")
     return warning(
-        f"{len(old)} older than a day ({size_text(old_bytes)}), billed but not visible",
+        f"{len(old_uploads)} older than a day ({size_text(old_bytes)}), billed but not visible",
         f"`dcp-objstore sweep {shlex.quote(str(url))} --yes` removes those of saves",
-        old_uploads=len(old),
+        old_uploads=len(old_uploads),
         old_bytes=old_bytes,
     )
 
 
 def covering_days(rules: Sequence[Mapping[str, Any]], prefix: str) -> int | None:
-    """Return the days after which rules remove unfinished uploads below a prefix; None: never.
+    """Return the days after which a bucket's rules remove unfinished uploads; None for never.
 
     Args:
         rules: the bucket's rules, in the form of S3.
-        prefix: a prefix with a slash at its end; empty for the whole bucket.
+        prefix: the prefix of the uploads, with a slash at its end; empty for the whole bucket.
     """
     days = [
         rule["AbortIncompleteMultipartUpload"]["DaysAfterInitiation"]
@@ -196,26 +206,28 @@ def covering_days(rules: Sequence[Mapping[str, Any]], prefix: str) -> int | None
 
 
 def _rule_prefix(rule: Mapping[str, Any]) -> str:
-    """Return the prefix of an S3 rule, in its old or new form.
+    """Return the prefix of an S3 rule; empty if it holds for the whole bucket.
 
-    They are in "Elements to describe lifecycle actions".
+    It is in `Filter`, in `Filter` and `And` beside other conditions, or in the rule itself (the old
+    form). See "Elements to describe lifecycle actions".
     """
-    scope = rule.get("Filter", {})
-    inner = scope.get("And", scope)
-    return str(inner.get("Prefix", rule.get("Prefix", "")))
+    conditions = rule.get("Filter", {})
+    conditions = conditions.get("And", conditions)
+    return str(conditions.get("Prefix", rule.get("Prefix", "")))
 
 
 def lifecycle_configuration(
     scheme: str, prefix: str, rules: Sequence[Mapping[str, Any]] = ()
 ) -> str:
-    """The lifecycle configuration that removes unfinished uploads below a prefix, as JSON.
+    """Return a lifecycle configuration that removes unfinished uploads below a prefix, as JSON.
+
+    Both commands that take it replace all rules of the bucket.
 
     Args:
-        scheme: `s3`: for `aws s3api put-bucket-lifecycle-configuration`, which replaces all rules
-            of the bucket; `gs`: for `gcloud storage buckets update --lifecycle-file`, as well,
-            whose other rules are not known here.
+        scheme: `s3`: for `aws s3api put-bucket-lifecycle-configuration`; `gs`: for `gcloud storage
+            buckets update --lifecycle-file`.
         prefix: a prefix with a slash at its end; empty for the whole bucket.
-        rules: the rules that the bucket has, which are kept.
+        rules: the rules that the bucket has, which are kept; they are not known of `gs`.
     """
     if scheme == "gs":
         condition: dict[str, object] = {"age": _LIFECYCLE_DAYS}

@@ -110,7 +110,7 @@ _NO_STORE: Final = (
 _SIGNED: Final = (
     "; if it is a server that refuses unsigned bodies, storage_options={'sign_payload': True}"
 )
-# What to do about an error. The first kind that fits counts.
+# The advice for an error, by its kind. The first kind that fits counts, and the last fits all.
 _ADVICE: Final[Mapping[type[errors.DcpObjstoreError], str]] = {
     errors.BucketNotFoundError: (
         "create the bucket {bucket!r}, or check its name and the endpoint"
@@ -133,7 +133,8 @@ _OF_FOLDERS: Final = (
     "check that {prefix} is a folder, or that it can be created, on a disk that is mounted and has"
     " free space; or choose another folder"
 )
-_NAMED_BY: Final = {
+# What names the server, by the scheme.
+_SERVER_NAMED_BY: Final = {
     "s3": "storage_options['endpoint_url'], AWS_ENDPOINT_URL and AWS_REGION",
     "gs": "storage_options['endpoint_url'] and GOOGLE_BASE_URL",
     "az": "storage_options['account_name'] and ['endpoint_url'], AZURE_STORAGE_ACCOUNT_NAME and any"
@@ -150,14 +151,15 @@ _OF_BUCKET: Final = (
 
 
 def failure(url: StoreUrl, check: Check, error: errors.DcpObjstoreError) -> Verdict:
-    """Return the verdict of a check of a store that ended with an error.
+    """Return the verdict of a check that ended with an error.
 
-    No job needs to read the rules of a bucket, so that is not a failure.
+    That is a failure, unless the check is of the rules of a bucket, which no job needs to read.
     """
     if check.kind == "rule" and isinstance(error, errors.PermissionDeniedError):
         text = "these credentials do not have the right to read it"
         return not_made(text, allow(check.rights, url))
     if check.kind == "rule":
+        # A server of S3's protocol may lack the request, and have unfinished uploads all the same.
         is_absent = isinstance(error, errors.UnsupportedError) and url.scheme != "s3"
         return (not_applicable if is_absent else not_made)(error.message)
     details = {"error": type(error).__name__, "message": error.message}
@@ -165,7 +167,10 @@ def failure(url: StoreUrl, check: Check, error: errors.DcpObjstoreError) -> Verd
 
 
 def _summary(error: errors.DcpObjstoreError) -> str:
-    """Return an error's text; if the store has answered, only the meaning and that answer."""
+    """Return an error's text; if it begins with a known meaning, only that and the answer's code.
+
+    Such as "the credentials do not allow this: 403 AccessDenied".
+    """
     meaning, text = words_for(type(error)), error.message
     if error.code and meaning and text.startswith(meaning):
         text = f"{meaning}: {error.status} {error.code}"
@@ -175,10 +180,11 @@ def _summary(error: errors.DcpObjstoreError) -> str:
 def _advice(check: Check, error: errors.DcpObjstoreError, url: StoreUrl) -> str:
     """Return what the user should do about the error of a check."""
     if isinstance(error, errors.PermissionDeniedError):
-        signed = _SIGNED if (check.name, url.scheme) == ("put", "s3") else ""
-        return allow(check.rights, url) + signed
+        # A server that refuses unsigned bodies answers so, too.
+        to_sign = _SIGNED if (check.name, url.scheme) == ("put", "s3") else ""
+        return allow(check.rights, url) + to_sign
     if check.name == "endpoint":
-        server = _NAMED_BY.get(url.scheme, "the host in the URL and storage_options")
+        server = _SERVER_NAMED_BY.get(url.scheme, "the host in the URL and storage_options")
         return f"check {server}: they name the server"
     if url.scheme == "file" and not isinstance(
         error, errors.CorruptDataError | errors.UnsupportedError
@@ -189,7 +195,10 @@ def _advice(check: Check, error: errors.DcpObjstoreError, url: StoreUrl) -> str:
 
 
 def allow(rights: Rights | None, url: StoreUrl) -> str:
-    """Return what to do so that requests which need these rights are allowed."""
+    """Return what to do so that requests which need these rights are allowed.
+
+    Such as "allow s3:ListBucket on arn:aws:s3:::bucket and s3:GetObject on arn:aws:s3:::bucket/*".
+    """
     right: str | None = getattr(rights, url.scheme, None)
     if url.scheme == "file":
         return f"allow this user to read and write {url.prefix}, or choose another folder"
@@ -197,9 +206,10 @@ def allow(rights: Rights | None, url: StoreUrl) -> str:
         return "give the account of these credentials the right to do this"
     if url.scheme != "s3":
         return f"allow {right} on the bucket {url.bucket!r} to this account"
-    below = f"{url.bucket}/{url.prefix}".rstrip("/") + "/*"
-    places: dict[str, list[str]] = {}
+    objects = f"{url.bucket}/{url.prefix}".rstrip("/") + "/*"
+    actions_on: dict[str, list[str]] = {}
     for action in right.split(" and "):
-        places.setdefault(url.bucket if action in _OF_BUCKET else below, []).append(action)
-    allowed = [f"{' and '.join(some)} on arn:aws:s3:::{it}" for it, some in places.items()]
-    return f"allow {' and '.join(allowed)}"
+        resource = url.bucket if action in _OF_BUCKET else objects
+        actions_on.setdefault(f"arn:aws:s3:::{resource}", []).append(action)
+    statements = [f"{' and '.join(actions)} on {arn}" for arn, actions in actions_on.items()]
+    return f"allow {' and '.join(statements)}"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _PART_SIZE_BYTES = 5 * MIB  # the smallest part that S3 accepts
-_UNEQUAL = "the bytes read back differ from those written: this store cannot be trusted"
+_CHANGED_BYTES = "the bytes read back differ from those written: this store cannot be trusted"
 _REPORT_IT = "do not use it; tell its operator, or the operator of a proxy or cache on the way"
 
 
@@ -57,8 +57,8 @@ class ObjectChecks:
         return self.scratch.store
 
     def abandon(self) -> None:
-        """Remove what was written, and log what could not be."""
-        if "scratch" in self.__dict__:
+        """Remove what was written before the checks were stopped, and log what could not be."""
+        if "scratch" in self.__dict__:  # a cached property: no check has written before it is there
             unremoved = self.scratch.remove()
             if unremoved.keys:
                 logger.warning(
@@ -66,18 +66,18 @@ class ObjectChecks:
                 )
 
     def put(self) -> Verdict:
-        """Write an object, with the body unsigned or else signed."""
+        """Write an object. To S3 its body is unsigned, unless an option asks for signed ones."""
         with self.scratch.writing("put") as key:
             self._store.put(key, self._body)
         self.has_written = True
-        unsigned = self._url.scheme == "s3" and not self._spec.storage_options.get("sign_payload")
-        how = " (with an unsigned body, which is faster)" if unsigned else ""
-        return ok(f"an object was written{how}")
+        is_signed = self._url.scheme != "s3" or self._spec.storage_options.get("sign_payload")
+        remark = "" if is_signed else " (with an unsigned body, which is faster)"
+        return ok(f"an object was written{remark}")
 
     def listing(self) -> Verdict:
         """List objects, and see one that was just written."""
         keys = {meta.key for meta in self._store.list()}
-        if not self.has_written:
+        if not self.has_written:  # the right to list may be there without the right to write
             return ok("listing works")
         if "put" in keys:
             return ok("listing works, and shows a written object at once")
@@ -91,7 +91,7 @@ class ObjectChecks:
         """Read a range, and check that the store says when an object does not exist."""
         body = read_range(self._store, "put", 100, 1500)
         if body != self._body[100:1500]:
-            return failed(_UNEQUAL, _REPORT_IT)
+            return failed(_CHANGED_BYTES, _REPORT_IT)
         try:
             read_range(self._store, "absent", 0, 1)
         except PermissionDeniedError:
@@ -112,44 +112,45 @@ class ObjectChecks:
         """Write an object in two parts, and read it back."""
         parts = os.urandom(_PART_SIZE_BYTES), os.urandom(1000)
         self._put_in_parts("multipart", iter(parts))
-        size = sum(map(len, parts))
+        size_bytes = sum(map(len, parts))
         try:
-            if read_range(self._store, "multipart", 0, size) != b"".join(parts):
-                return failed(_UNEQUAL, _REPORT_IT)
+            if read_range(self._store, "multipart", 0, size_bytes) != b"".join(parts):
+                return failed(_CHANGED_BYTES, _REPORT_IT)
         except PermissionDeniedError:
             return ok("an object was written in two parts")  # the check of reads reports it
-        return ok(f"{size_text(size)} were written in two parts, and read back unchanged")
+        return ok(f"{size_text(size_bytes)} were written in two parts, and read back unchanged")
 
     def abort(self) -> Verdict:
         """Abort an upload, whose parts are then gone."""
         if not self._store.capabilities.multipart:
             return not_applicable("this store has no uploads in parts")
 
-        def broken() -> Iterator[bytes]:
+        def two_parts_and_an_error() -> Iterator[bytes]:
             yield os.urandom(_PART_SIZE_BYTES)
             yield os.urandom(_PART_SIZE_BYTES)
             raise _EndedOnPurposeError("ended on purpose")
 
-        refused = False
+        abort_failed = False
         try:
-            self._put_in_parts("abort", broken())
+            self._put_in_parts("abort", two_parts_and_an_error())
         except _EndedOnPurposeError as error:
-            refused = error.advice == LEFTOVER_ADVICE
-        unfinished = self._unfinished()
-        if refused or unfinished:
+            abort_failed = error.advice == LEFTOVER_ADVICE
+        unfinished_uploads = self._count_unfinished()
+        if abort_failed or unfinished_uploads:
             raise PermissionDeniedError("the parts of an aborted upload were not removed")
-        if unfinished is None:
+        if unfinished_uploads is None:
             return ok("an upload was aborted; whether its parts are gone cannot be seen")
         return ok("an upload was aborted, and its parts are gone")
 
-    def _unfinished(self) -> int | None:
+    def _count_unfinished(self) -> int | None:
+        """Return the number of unfinished uploads of these checks; None if nothing tells it."""
         try:
             return len(self.scratch.uploads().list())
         except DcpObjstoreError:
             return None  # the check of unfinished uploads reports why
 
     def conditional_put(self) -> Verdict:
-        """Let writers race for one object."""
+        """Let writers race for one object: whether a PUT can create or replace it conditionally."""
         conditions = probe.probe(self._store)
         create, update = conditions.conditional_create, conditions.conditional_update
         details = {"conditional_create": create, "conditional_update": update}

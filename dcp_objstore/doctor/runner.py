@@ -12,7 +12,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.doctor.access import (
-    LOCAL,
+    LOCAL_SCHEMES,
     Access,
     lifecycle,
     unfinished,
@@ -58,14 +58,14 @@ def table(spec: StoreSpec, objects: ObjectChecks) -> Sequence[Check]:
     write = f"{BLOBS}/write"
     put = Rights("s3:PutObject", "storage.objects.create", write)
     read = Rights("s3:GetObject", "storage.objects.get", f"{BLOBS}/read")
-    made = "storage.multipartUploads.create and storage.objects.create"
-    parts = Rights("s3:PutObject", made, write)
+    gs_create_parts = "storage.multipartUploads.create and storage.objects.create"
+    put_parts = Rights("s3:PutObject", gs_create_parts, write)
     abort = Rights("s3:AbortMultipartUpload", "storage.multipartUploads.abort")
-    replace = "storage.objects.create, .get and .delete (to replace an object)"
-    race = Rights("s3:PutObject and s3:GetObject", replace, write)
+    gs_replace = "storage.objects.create, .get and .delete (to replace an object)"
+    put_conditionally = Rights("s3:PutObject and s3:GetObject", gs_replace, write)
     delete = Rights("s3:DeleteObject", "storage.objects.delete", f"{BLOBS}/delete")
-    rules = Rights("s3:GetLifecycleConfiguration")
-    unended = Rights("s3:ListBucketMultipartUploads and s3:ListMultipartUploadParts")
+    read_rules = Rights("s3:GetLifecycleConfiguration")
+    list_uploads = Rights("s3:ListBucketMultipartUploads and s3:ListMultipartUploadParts")
     return (
         Check("versions", "request", versions),
         Check("working directory", "request", working_directory),
@@ -75,22 +75,26 @@ def table(spec: StoreSpec, objects: ObjectChecks) -> Sequence[Check]:
         Check("put", "request", objects.put, put),
         Check("list", "request", objects.listing, TO_LIST),
         Check("read", "written", objects.read, read),
-        Check("multipart", "request", objects.multipart, parts),
+        Check("multipart", "request", objects.multipart, put_parts),
         Check("abort", "written", objects.abort, abort),
-        Check("conditional put", "written", objects.conditional_put, race),
+        Check("conditional put", "written", objects.conditional_put, put_conditionally),
         Check("delete", "written", objects.delete, delete),
-        Check("lifecycle", "rule", lambda: lifecycle(objects.scratch, url), rules),
-        Check("unfinished uploads", "rule", lambda: unfinished(objects.scratch, url), unended),
+        Check("lifecycle", "rule", lambda: lifecycle(objects.scratch, url), read_rules),
+        Check("unfinished uploads", "rule", lambda: unfinished(objects.scratch, url), list_uploads),
         Check("clean-up", "request", objects.clean_up, delete),
     )
 
 
 def findings(spec: StoreSpec, objects: ObjectChecks, checks: Sequence[Check]) -> Iterator[Finding]:
-    """Make the checks of a table, each when its finding is asked for."""
+    """Make the checks of a table, each when its finding is asked for.
+
+    A check is not made, and the finding says why, once one of kind `access` has failed; if the
+    store has nothing to check; or if the object that it needs could not be written.
+    """
     blocked: Verdict | None = None
     for check in checks:
         verdict = blocked
-        if check.kind == "access" and spec.parsed.scheme in LOCAL:
+        if check.kind == "access" and spec.parsed.scheme in LOCAL_SCHEMES:
             verdict = not_applicable(f"{spec.parsed.scheme}:// does not have this")
         elif check.kind == "written" and not objects.has_written:
             verdict = verdict or not_made("no object can be written")
@@ -128,30 +132,30 @@ def check_up(
         ConfigError: an option has a wrong type or value.
     """
     spec = StoreSpec(url, storage_options, config)
-    found: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()  # None comes last
+    queued: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()  # None comes last
     stop = Stop()
 
     def work() -> None:
         objects = ObjectChecks(spec)
         try:
             for finding in findings(spec, objects, table(spec, objects)):
-                found.put(finding)
+                queued.put(finding)
                 stop.check()
-        except BaseException:
+        except BaseException:  # the last check, which cleans up, was not reached
             objects.abandon()
             raise
         finally:
-            found.put(None)
+            queued.put(None)
 
-    done = run_in_thread(work, "check-up")
+    ended = run_in_thread(work, "check-up")
     try:
-        while (finding := take(found)) is not None:
+        while (finding := take(queued)) is not None:
             yield finding
-        done.result()
+        ended.result()  # raises the error of the thread
     finally:
         stop.set()
         try:
-            done.exception(timeout=_CLEAN_UP_SECONDS)
+            ended.exception(timeout=_CLEAN_UP_SECONDS)  # waits until it has cleaned up
         except FutureTimeoutError:
             logger.warning(
                 "a request does not end, so objects .doctor-* may remain below %s", spec.url

@@ -70,14 +70,18 @@ class Scratch:
         self.spec = spec.child(f"{name}-{new_nonce()}")
         self._folder = Path(self.spec.parsed.prefix) if spec.parsed.scheme == "file" else None
         above = () if self._folder is None else self._folder.parents
-        self._made = [folder for folder in above if not os.path.lexists(folder)]
+        # The folders that a write makes, the innermost first.
+        self._new_folders = [folder for folder in above if not os.path.lexists(folder)]
         self.store: ObjectStore = self.spec.open()
         self.keys: set[str] = set()
-        self._outer = spec
+        self._outer_spec = spec
 
     @contextmanager
     def writing(self, name: str) -> Iterator[str]:
-        """Note the object that the block writes for removal, unless the store refused the write."""
+        """Note the object that the block writes, so that `remove` removes it.
+
+        Unless the store refused it for good (`InputError`), the object may be there after an error.
+        """
         self.keys.add(name)
         try:
             yield name
@@ -88,37 +92,42 @@ class Scratch:
     @cached_property
     def around(self) -> S3Uploads:
         """The unfinished uploads below the URL; raises what `open_bucket_uploads` does."""
-        return open_bucket_uploads(self._outer)
+        return open_bucket_uploads(self._outer_spec)
 
     def uploads(self) -> S3Uploads:
         """Return the unfinished uploads below the prefix; raise as `around` does."""
         return self.around.below(self.spec.url.rpartition("/")[2])
 
     def remove(self) -> Unremoved:
-        """Remove everything below the prefix; return what could not be removed."""
+        """Remove everything below the prefix; return what could not be removed.
+
+        Whatever fails, the rest is tried.
+        """
         errors: list[DcpObjstoreError] = []
-        listed = _attempt(errors, lambda: {meta.key for meta in self.store.list()})
-        kept = set()
-        for key in sorted(self.keys | (listed or set())):
-            before = len(errors)
+        listed_before = _attempt(errors, lambda: {meta.key for meta in self.store.list()})
+        undeleted = set()
+        for key in sorted(self.keys | (listed_before or set())):
+            error_count = len(errors)
             _attempt(errors, partial(self.store.delete, key))
-            if len(errors) > before:
-                kept.add(key)
-        again = _attempt(errors, lambda: {meta.key for meta in self.store.list()})
-        keys = kept if again is None else again
+            if len(errors) > error_count:
+                undeleted.add(key)
+        listed_after = _attempt(errors, lambda: {meta.key for meta in self.store.list()})
+        keys = undeleted if listed_after is None else listed_after
+        # Their errors do not count: few stores list uploads.
         for upload in _attempt([], lambda: self.uploads().list()) or ():
-            before = len(errors)
+            error_count = len(errors)
             _attempt(errors, partial(self.uploads().abort, upload))
-            if len(errors) > before:
+            if len(errors) > error_count:
                 keys.add(f"{upload.key} (unfinished upload)")
         if self._folder is not None:
             self._remove_folders(self._folder)
-        return Unremoved(sorted(keys), errors[0].message if errors else "", again is not None)
+        why = errors[0].message if errors else ""
+        return Unremoved(sorted(keys), why, listed=listed_after is not None)
 
-    def _remove_folders(self, own: Path) -> None:
+    def _remove_folders(self, folder_of_objects: Path) -> None:
         """Remove the folder of the objects, and those above that a write has made."""
-        shutil.rmtree(own, ignore_errors=True)
-        for folder in self._made:
+        shutil.rmtree(folder_of_objects, ignore_errors=True)
+        for folder in self._new_folders:
             try:
                 folder.rmdir()
             except OSError:
@@ -126,6 +135,7 @@ class Scratch:
 
 
 def _attempt(errors: list[DcpObjstoreError], action: Callable[[], T]) -> T | None:
+    """Return what an action returns; append its error to a list, and return None."""
     try:
         return action()
     except DcpObjstoreError as error:

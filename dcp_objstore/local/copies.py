@@ -23,7 +23,8 @@ import xxhash
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import CorruptDataError
 from dcp_objstore.forking import PerProcess, close_here, open_here
-from dcp_objstore.local import folder as at
+from dcp_objstore.local import folder as on_node
+from dcp_objstore.local.folder import File
 from dcp_objstore.observe.events import LocalUnused
 from dcp_objstore.observe.report import logger, size_text
 from dcp_objstore.stores.local import (
@@ -49,7 +50,7 @@ _warned_of: set[tuple[str, int | None]] = set()
 # The folders of the checkpoints that this process has saved, by the URL without the step's number
 # and the endpoint. Where each step has a prefix, as in `step-5/model`, its run has only one step.
 _saved: PerProcess[dict[tuple[str, str | None], list[Path]]] = PerProcess(dict)
-# The last part of a URL that has a number: it tells steps apart.
+# The last segment of a URL with a number, which tells steps apart: `step-5` in `run/step-5/model`.
 _STEP = re.compile(r"[^/]*\d[^/]*(?=(/\D*)?$)")
 
 
@@ -68,13 +69,13 @@ class _Copies:
         run, self._name = spec.parent()
         self._run_url = " ".join(filter(None, ((run or spec).url, spec.open().endpoint_url)))
         with self._giving_up_on_error():
-            self._home = at.home_of(local.folder)
+            self._home = on_node.home_of(local.folder)
             self._run = self._home / xxhash.xxh3_128_hexdigest(self._run_url.encode())
-            self._folder = self._run / (quote(self._name, safe="") or at.STORE_ROOT)
+            self._folder = self._run / (quote(self._name, safe="") or on_node.STORE_ROOT)
             self._begin()
 
     def _begin(self) -> None:
-        """Do what the save or load begins with."""
+        """Do what the save or load begins with. An error here is reported like any other."""
 
     @contextmanager
     def _giving_up_on_error(self) -> Iterator[None]:
@@ -91,7 +92,7 @@ class _Copies:
         self._has_stopped = True
         folder, reason = self._local.folder, str(error)
         self._channel.emit(LocalUnused, time.monotonic(), folder=folder, reason=reason)
-        # The text says how much room there is, which is never the same.
+        # Not the text: it says how much room there is, which is never the same.
         kind = folder, getattr(error, "errno", None)
         if kind not in _warned_of:
             _warned_of.add(kind)
@@ -108,38 +109,42 @@ class SaveCopies(_Copies):
     def __init__(self, local: Local, spec: StoreSpec, channel: Channel, rank: int) -> None:
         self._rank = rank
         self._removed_if_save_fails: list[Path] = []
-        self._spares: list[at.File] = []  # what may be written over
-        series = _STEP.sub(lambda step: _words(step[0]), spec.url)
-        self._before = _saved.here.setdefault((series, spec.open().endpoint_url), [])
+        self._spares: list[File] = []  # what may be written over
+        series = _STEP.sub(lambda step: _without_numbers(step[0]), spec.url)
+        # The list in `_saved`, which `end` changes.
+        self._folders_saved_before = _saved.here.setdefault((series, spec.open().endpoint_url), [])
         super().__init__(local, spec, channel)
 
     def _begin(self) -> None:
-        at.home_of(self._local.folder, make=True)
+        on_node.home_of(self._local.folder, make=True)
         with locked(self._home, LOCK_POLICY):
             self._folder.mkdir(parents=True, exist_ok=True)
-            (self._run / at.URL).write_text(self._run_url, encoding="utf-8")
-            at.note_use(self._run, saves=True)
+            (self._run / on_node.URL).write_text(self._run_url, encoding="utf-8")
+            on_node.note_use(self._run, saves=True)
             self._spares = self._find_spares()
-        while at.remove_unused(self._home, self._run):
+        while on_node.remove_unused(self._home, self._run):
             pass
 
-    def _find_spares(self) -> list[at.File]:
-        """Return what is left over, and the copies of all steps but the newest.
+    def _find_spares(self) -> list[File]:
+        """Return the files to write over: what is left over, and all copies but the newest state's.
 
-        Copies of this checkpoint itself are of an earlier save, which this one replaces or repeats.
+        A state is the copies of one step. Those in the folder of this checkpoint are of earlier
+        saves, which this one replaces or repeats: each such save is a state.
         """
-        spares: list[at.File] = []
-        states: dict[object, list[at.File]] = {}
-        for folder in {*at.folders_in(self._run), *self._before}:
-            files = at.files_in(folder)
+        spares: list[File] = []
+        # By the folder of a step, or by the end of the keys of an earlier save.
+        states: dict[object, list[File]] = {}
+        for folder in {*on_node.folders_in(self._run), *self._folders_saved_before}:
+            files = on_node.files_in(folder)
             copies = [file for file in files if not file.is_temporary]
             spares += (file for file in files if file.is_temporary and not file.is_being_written)
-            if _words(folder.name) == _words(self._folder.name):
+            if _without_numbers(folder.name) == _without_numbers(self._folder.name):
                 states[folder] = copies
-        own = states.pop(self._folder)
+        own_copies = states.pop(self._folder)
         newest_ns = max(map(_newest_ns, states.values()), default=0)
-        for file in own:
-            # A newer file of another rank belongs to this save, which that rank has already begun.
+        for file in own_copies:
+            # Such as `__0_1.<nonce of the save>.distcp` of rank 0. A newer file of another rank
+            # belongs to this save, which that rank has already begun.
             name, time_ns = file.path.name, file.status.st_mtime_ns
             if name.startswith(f"__{self._rank}_") or time_ns < newest_ns:
                 states.setdefault(name.partition(".")[2], []).append(file)
@@ -160,6 +165,7 @@ class SaveCopies(_Copies):
             size_bytes: about how much that is.
         """
         with contextlib.ExitStack() as stack:
+            # Only what is done here is reported as an error of the node, not what the caller does.
             with self._giving_up_on_error():
                 if not self._has_stopped:
                     path = self._folder / key
@@ -172,11 +178,14 @@ class SaveCopies(_Copies):
             yield buffers
 
     def _create(self, key: str, size_bytes: int) -> tuple[int, Path]:
-        """Return a file for a copy, and its name. The spare file that fits best is written over."""
+        """Return an open file for a copy, and its path: the spare that fits best, or a new one.
+
+        Its lock shows others that it is being written.
+        """
         path = self._folder / temporary_name(key)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         with locked(self._home, LOCK_POLICY):
-            while self._spares and flags & os.O_CREAT:
+            while self._spares and flags & os.O_CREAT:  # until a spare file has the name
                 best = min(self._spares, key=lambda file: abs(file.status.st_size - size_bytes))
                 self._spares.remove(best)
                 with contextlib.suppress(OSError):  # another rank has taken it
@@ -192,28 +201,30 @@ class SaveCopies(_Copies):
         while True:
             with locked(self._home, LOCK_POLICY):
                 present = os.fstat(file).st_size
-                room = max(0, at.room_bytes(self._home, self._local.max_bytes))
+                room = max(0, on_node.room_bytes(self._home, self._local.max_bytes))
                 if size_bytes - present <= room:
                     return os.ftruncate(file, max(size_bytes, present))
+            # There is no room: remove what may be written over, then runs that nobody uses.
             if self._spares:
-                at.remove(file.path for file in self._spares)
+                on_node.remove(file.path for file in self._spares)
                 self._spares.clear()
-            elif not at.remove_unused(self._home, self._run, needed=True):
-                raise at.LocalError(
+            elif not on_node.remove_unused(self._home, self._run, needed=True):
+                raise on_node.LocalError(
                     f"{size_text(size_bytes - present)} are needed and there is room for"
                     f" {size_text(room)}: a node takes two states of its ranks"
                 )
 
     def end(self) -> None:
-        """Remove what these copies have not been written over."""
-        at.remove(file.path for file in self._spares)
+        """Remove the spare files that are left, and note the folder for the next step's save."""
+        on_node.remove(file.path for file in self._spares)
         with self._giving_up_on_error():
             if not self._has_stopped:
-                self._before[:] = filter(Path.exists, {*self._before, self._folder})
+                folders = {*self._folders_saved_before, self._folder}
+                self._folders_saved_before[:] = filter(Path.exists, folders)
 
     def give_up(self) -> None:
         """Remove these copies: the save has failed."""
-        at.remove(self._removed_if_save_fails)
+        on_node.remove(self._removed_if_save_fails)
 
 
 class _CopyBeingWritten:
@@ -229,7 +240,8 @@ class _CopyBeingWritten:
 
     def through(self, buffers: Iterator[ByteArray]) -> Iterator[ByteArray]:
         """Iterate over buffers and write each of them. After the last one the copy is whole."""
-        # Not a generator: its frame would keep a buffer until the next one is asked for.
+        # Not a generator: its frame would keep a buffer until the next one is asked for. The second
+        # iterator yields nothing: it calls `_finish` once, and ends because that returns None.
         return chain(map(self._pass, buffers), iter(partial(self._while_open, self._finish), None))
 
     def _pass(self, buffer: ByteArray) -> ByteArray:
@@ -243,16 +255,16 @@ class _CopyBeingWritten:
                 with self._save._giving_up_on_error():
                     act()
                     return
-                self._close()  # reached only if `act` failed
+                self._close()  # reached only if `act` failed: its error was reported
 
-    def _write(self, rest: memoryview) -> None:
-        end = self._size_bytes + len(rest)
+    def _write(self, unwritten: memoryview) -> None:
+        end = self._size_bytes + len(unwritten)
         if end > os.fstat(self.file).st_size:  # frames, and values whose size nobody knew
             self._save.reserve(self.file, end)
-        while rest:
-            written = os.pwrite(self.file, rest, self._size_bytes)
-            self._size_bytes += written
-            rest = rest[written:]
+        while unwritten:
+            count = os.pwrite(self.file, unwritten, self._size_bytes)
+            self._size_bytes += count
+            unwritten = unwritten[count:]
 
     def _finish(self) -> None:
         os.ftruncate(self.file, self._size_bytes)
@@ -260,7 +272,10 @@ class _CopyBeingWritten:
         self._close()
 
     def close(self) -> None:
-        """Give the copy up, unless it is whole. A write that hangs is left to its thread."""
+        """Give the copy up, unless it is whole. Called when the upload has ended, however it did.
+
+        A write that hangs, and so keeps the lock, is left to its thread.
+        """
         if self._lock.acquire(timeout=LOCK_POLICY.patience_seconds):
             self._close()
             self._lock.release()
@@ -268,7 +283,7 @@ class _CopyBeingWritten:
     def _close(self) -> None:
         if self._is_open:
             self._is_open = False
-            at.remove([self._temporary])
+            on_node.remove([self._temporary])  # a whole copy has another name by now
             close_here(self.file)
 
 
@@ -282,14 +297,15 @@ class LoadCopies(_Copies):
         object_keys: the keys of its objects, relative to it.
 
     Attributes:
-        numbers: which of the objects there are copies of, by their positions in `object_keys`.
-        node: what the processes of this node have in common, and no others.
+        numbers: the positions in `object_keys` of the objects that there are copies of.
+        node: bytes that the processes of this node have in common, and no others; empty without
+            copies.
     """
 
     def __init__(
         self, local: Local, spec: StoreSpec, channel: Channel, object_keys: Sequence[str]
     ) -> None:
-        self._files: dict[str, at.File] = {}
+        self._files: dict[str, File] = {}
         self._keys = object_keys
         self.node = b""
         super().__init__(local, spec, channel)
@@ -298,11 +314,12 @@ class LoadCopies(_Copies):
         )
 
     def _begin(self) -> None:
-        files = {file.path.name: file for file in at.files_in(self._folder)}
+        files = {file.path.name: file for file in on_node.files_in(self._folder)}
         if files := {key: files[key] for key in self._keys if key in files}:
-            self.node = repr((at.place_of_pids().split()[0], *self._home.stat()[1:3])).encode()
+            home, boot = self._home.stat(), on_node.pid_namespace().split()[0]
+            self.node = repr((boot, home.st_ino, home.st_dev)).encode()
             self._files = files
-            at.note_use(self._run, saves=False)
+            on_node.note_use(self._run, saves=False)
 
     def before(self, store: ObjectStore) -> LocalFirst:
         """Return a store, rooted at the checkpoint, that reads copies first."""
@@ -312,11 +329,13 @@ class LoadCopies(_Copies):
     def keep(self) -> None:
         """Keep the copies until a save has written all of its copies: the state comes from them.
 
-        Those that were damaged are removed.
+        Called once the load has succeeded. Copies that were damaged are removed: those of which a
+        range was asked for again.
         """
-        if not self._channel.slow_ranges:  # what took long was asked for again, too
-            at.remove(self._files[key].path for key in self._store.asked_again)
-        if not at.runs_here.here.get(self._run):  # what this process has saved is newer
+        if not self._channel.slow_ranges:  # a range that took long was asked for again, too
+            on_node.remove(self._files[key].path for key in self._store.asked_again)
+        # A save keeps the newest files. Those that this process has saved are newer than this load.
+        if not on_node.runs_here.here.get(self._run):
             with contextlib.suppress(OSError):
                 for file in self._files.values():
                     os.utime(file.path)
@@ -339,11 +358,13 @@ class LocalFirst(WrappedStore):
     """
 
     def __init__(
-        self, inner: ObjectStore, files: dict[str, at.File], report: Callable[[Exception], None]
+        self, inner: ObjectStore, files: dict[str, File], report: Callable[[Exception], None]
     ) -> None:
         super().__init__(inner)
         self._files, self._report = files, report
         self._lock = threading.Lock()
+        # By key and end of each range that was opened: from where on the store has given it. That
+        # is the end itself while the copy has given all.
         self._fetched_from: dict[tuple[str, int], int] = {}
         self.local_bytes = 0
         self.asked_again: set[str] = set()
@@ -356,7 +377,7 @@ class LocalFirst(WrappedStore):
                 self._fetched_from[key, end] = end
                 self.local_bytes += end - start
                 return Range(FileSource(file.path), start, end, partial(self._errors, key))
-            if fetched_from is not None:
+            if fetched_from is not None:  # from `start` on, the copy was damaged or unreadable
                 self._fetched_from[key, end] = min(start, fetched_from)
                 self.local_bytes -= max(0, fetched_from - start)
                 self.asked_again |= {key} & self._files.keys()
@@ -364,19 +385,21 @@ class LocalFirst(WrappedStore):
 
     @contextmanager
     def _errors(self, key: str) -> Iterator[None]:
+        """Turn an error of reading a copy into `CorruptDataError`: its reader then asks again."""
         try:
             yield
         except CorruptDataError:
-            raise
+            raise  # the copy is too short
         except Exception as error:
             self._files.pop(key, None)
             self._report(error)
             raise CorruptDataError(f"the copy on this node cannot be read: {error}") from error
 
 
-def _words(name: str) -> str:
+def _without_numbers(name: str) -> str:
+    """Return a name that is the same for all steps: `step-#` of `step-5`."""
     return re.sub(r"\d+", "#", name)
 
 
-def _newest_ns(state: Iterable[at.File]) -> int:
+def _newest_ns(state: Iterable[File]) -> int:
     return max((file.status.st_mtime_ns for file in state), default=0)

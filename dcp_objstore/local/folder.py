@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -40,8 +40,8 @@ from dcp_objstore.forking import PerProcess, close_here, open_here
 from dcp_objstore.stores.local import LOCK_POLICY, TEMPORARY, locked, try_lock
 
 URL, USED, STORE_ROOT = "=url", "=used ", "=root"  # a quoted name has no "="
-# A run that nobody has saved or loaded for so long is removed. It is removed earlier if its room is
-# needed and its processes have ended.
+# A run that nobody has saved or loaded for this long is removed. It is removed earlier if its room
+# is needed and its processes have ended.
 ABANDONED_AFTER_SECONDS = 24 * 3600.0
 # The folders of the runs that this process has used, and whether it has saved there.
 runs_here: PerProcess[dict[Path, bool]] = PerProcess(dict)
@@ -83,7 +83,7 @@ class File(NamedTuple):
 
 
 def home_of(folder: str, *, make: bool = False) -> Path:
-    """Return this user's folder in `folder`. It need not exist.
+    """Return this user's folder in `folder`. It need not exist, unless `make` is True.
 
     Raises:
         LocalError, OSError: it cannot be used, or there is no such `folder`.
@@ -129,9 +129,9 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 def note_use(run: Path, *, saves: bool) -> None:
-    """Note that this process uses a run now."""
+    """Note that this process uses a run now, for other processes and for the next save here."""
     runs_here.here[run] = saves or runs_here.here.get(run, False)
-    (run / f"{USED}{place_of_pids()} {os.getpid()}").touch()
+    (run / f"{USED}{pid_namespace()} {os.getpid()}").touch()
 
 
 def used_at(run: Path) -> float:
@@ -145,16 +145,19 @@ def is_used(run: Path, *, unknown: bool) -> bool:
     Args:
         unknown: the answer for a process that cannot be seen: it may be in another container.
     """
-    for path in run.glob(f"{USED}*"):
-        place, _, number = path.name.rpartition(" ")
-        is_here = place == USED + place_of_pids()
-        if Path("/proc", number).exists() if is_here else unknown:
+    for path in run.glob(f"{USED}*"):  # such as "=used <boot> <namespace> <pid>"
+        marked_namespace, _, pid = path.name.rpartition(" ")
+        can_be_seen = marked_namespace == USED + pid_namespace()
+        if Path("/proc", pid).exists() if can_be_seen else unknown:
             return True
     return False
 
 
-def place_of_pids() -> str:
-    """Return where the number of a process tells it apart: this boot and this namespace."""
+def pid_namespace() -> str:
+    """Return in what the number of a process is unique: this boot and this namespace.
+
+    Where the system does not name them, it is this process alone.
+    """
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115 - no path
@@ -172,8 +175,9 @@ def remove_unused(home: Path, keep: Path, *, needed: bool = False) -> bool:
     """
     for run in sorted(folders_in(home), key=used_at):
         is_old = time.time() - used_at(run) > ABANDONED_AFTER_SECONDS
-        is_left = needed and (run in runs_here.here or not is_used(run, unknown=True))
-        if run != keep and (is_old or is_left) and remove_run(home, run):
+        is_given_up = needed and (run in runs_here.here or not is_used(run, unknown=True))
+        may_go = run != keep and (is_old or is_given_up)
+        if may_go and remove_run(home, run):
             return True
     return False
 
@@ -200,36 +204,39 @@ def room_bytes(home: Path, max_bytes: int | None) -> int:
             tenth of the file system.
     """
     system = os.statvfs(home.parent)
-    taken_bytes, used = sizes_of(home)
+    taken_bytes, full_bytes = sizes_of(home)
     # Files that are being written have their size before their blocks.
-    coming_bytes = used - taken_bytes
+    coming_bytes = full_bytes - taken_bytes
     free_bytes = system.f_bavail * system.f_frsize - coming_bytes
-    unbound = free_bytes - system.f_blocks * system.f_frsize // 10
-    room = unbound if max_bytes is None else min(free_bytes, max_bytes - used)
+    if max_bytes is None:
+        room = free_bytes - system.f_blocks * system.f_frsize // 10
+    else:
+        room = min(free_bytes, max_bytes - full_bytes)
     if _file_system_of(home.parent.stat().st_dev) in _IN_MEMORY:
         room = min([room, *(free - coming_bytes for free in free_memory_bytes())])
     return room
 
 
 def sizes_of(folder: Path) -> tuple[int, int]:
-    """Return what the files below a folder take now, and what they do when they are full."""
-    taken = used = 0
-    for at, _, names in os.walk(folder):
+    """Return the bytes that the files below a folder take now, and those when they are full."""
+    taken_bytes = full_bytes = 0
+    for directory, _, names in os.walk(folder):
         for name in names:
-            with contextlib.suppress(OSError):
-                status = os.lstat(f"{at}/{name}")
+            with contextlib.suppress(OSError):  # removed meanwhile
+                status = os.lstat(f"{directory}/{name}")
                 if stat.S_ISREG(status.st_mode):
-                    taken += status.st_blocks * 512
-                    used += max(status.st_blocks * 512, status.st_size)
-    return taken, used
+                    taken_bytes += status.st_blocks * 512
+                    full_bytes += max(status.st_blocks * 512, status.st_size)
+    return taken_bytes, full_bytes
 
 
 def _file_system_of(device: int) -> str | None:
     """Return the type of a device's file system, such as "tmpfs"; None where nothing says it."""
-    place = f"{os.major(device)}:{os.minor(device)}"
+    number = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-            if line.split()[2] == place:
+            # Such as "36 35 98:0 / /mnt rw,noatime shared:1 - ext3 /dev/root rw".
+            if line.split()[2] == number:
                 return line.partition(" - ")[2].split()[0]
     return None
 
@@ -245,29 +252,31 @@ def free_memory_bytes() -> list[int]:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         memory = {line.split()[0]: int(line.split()[1]) * 1024 for line in lines}
         free.append(memory["MemAvailable:"] - int(memory["MemTotal:"] * _LEFT_TO_THE_JOB))
-    for group, (limit, used) in product(_cgroups(), _FILES):
+    for group, (limit_file, usage_file) in product(_cgroups(), _FILES):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            most = int((group / limit).read_text(encoding="ascii"))
+            limit_bytes = int((group / limit_file).read_text(encoding="ascii"))
             lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
             counts = {line.split()[0]: int(line.split()[1]) for line in lines}
             kinds = ("inactive_file", "active_file")
             # In version 1 only what begins with `total_` counts the groups below, too.
-            cached = sum(counts.get(f"total_{kind}", counts[kind]) for kind in kinds)
-            held = int((group / used).read_text(encoding="ascii")) - cached
-            free.append(most - held - int(most * _LEFT_TO_THE_JOB))
+            cached_bytes = sum(counts.get(f"total_{kind}", counts[kind]) for kind in kinds)
+            held_bytes = int((group / usage_file).read_text(encoding="ascii")) - cached_bytes
+            free.append(limit_bytes - held_bytes - int(limit_bytes * _LEFT_TO_THE_JOB))
     return free
 
 
 def _cgroups() -> Iterator[Path]:
-    """Yield where the memory cgroups of this process may be, from its own up: each limit counts.
+    """Yield the folders where the memory cgroups of this process may be, from its own one up.
 
-    In a container only the host may know its name. Then it is what is mounted.
+    The limit of each counts. In a container, only the host may know the name of the group. Then the
+    root of what is mounted is the container's group, and the folders of the others do not exist.
     """
     with contextlib.suppress(OSError):
         for line in _OWN_CGROUPS.read_text(encoding="utf-8").splitlines():
-            _, kinds, own = line.split(":", 2)
-            if not kinds or "memory" in kinds.split(","):
-                for group, root in product((Path(own), *Path(own).parents), _ROOTS):
+            # "0::/user.slice" in version 2, "4:memory:/user.slice" in version 1.
+            _, controllers, name = line.split(":", 2)
+            if not controllers or "memory" in controllers.split(","):
+                for group, root in product((Path(name), *Path(name).parents), _ROOTS):
                     yield _MOUNTED / root / str(group).lstrip("/")
 
 
@@ -317,8 +326,8 @@ def local_runs(local: Local) -> list[LocalRun]:
     Raises:
         InputError: nothing was ever kept there, or the folder is not used.
     """
-    with _home(local) as home:
-        return [_run(run) for run in sorted(folders_in(home), key=used_at)]
+    with _existing_home(local) as home:
+        return [_local_run(run) for run in sorted(folders_in(home), key=used_at)]
 
 
 def remove_local_runs(local: Local) -> list[tuple[LocalRun, bool]]:
@@ -330,7 +339,7 @@ def remove_local_runs(local: Local) -> list[tuple[LocalRun, bool]]:
     Raises:
         InputError: as `local_runs`.
     """
-    with _home(local) as home:
+    with _existing_home(local) as home:
         return [
             (run, not run.in_use and remove_run(home, home / run.folder))
             for run in local_runs(local)
@@ -338,8 +347,8 @@ def remove_local_runs(local: Local) -> list[tuple[LocalRun, bool]]:
 
 
 @contextmanager
-def _home(local: Local) -> Iterator[Path]:
-    """Yield the user's folder, and say what goes wrong there."""
+def _existing_home(local: Local) -> Iterator[Path]:
+    """Yield the user's folder; turn what goes wrong in the `with` block into an `InputError`."""
     try:
         home = home_of(local.folder)
         if not home.exists():
@@ -351,11 +360,12 @@ def _home(local: Local) -> Iterator[Path]:
         raise InputError(f"{local.folder} is not used: {error}") from error
 
 
-def _run(run: Path) -> LocalRun:
+def _local_run(run: Path) -> LocalRun:
     """Return what a run's folder holds."""
-    files = {_name(folder): files_in(folder) for folder in folders_in(run)}
+    files = {_checkpoint_name(folder): files_in(folder) for folder in folders_in(run)}
     steps = {name: [file for file in files[name] if not file.is_temporary] for name in files}
-    unfinished = [file for of_step in files.values() for file in of_step if file.is_temporary]
+    unfinished = [file for file in chain.from_iterable(files.values()) if file.is_temporary]
+    # None or one file, with "<url>" or "<url> <endpoint>".
     texts = [path.read_text(encoding="utf-8") for path in run.glob(URL)]
     url, _, endpoint_url = "".join(texts).partition(" ")
     used = used_at(run)
@@ -365,14 +375,14 @@ def _run(run: Path) -> LocalRun:
         endpoint_url=endpoint_url or None,
         in_use=is_used(run, unknown=False),
         used_at=datetime.fromtimestamp(used, UTC) if used else None,
-        steps={name: _count(copies) for name, copies in steps.items() if copies},
-        unfinished=_count(unfinished),
+        steps={name: _totals(copies) for name, copies in steps.items() if copies},
+        unfinished=_totals(unfinished),
     )
 
 
-def _name(folder: Path) -> str:
+def _checkpoint_name(folder: Path) -> str:
     return "." if folder.name == STORE_ROOT else unquote(folder.name)
 
 
-def _count(files: Sequence[File]) -> Files:
+def _totals(files: Sequence[File]) -> Files:
     return Files(len(files), sum(file.status.st_blocks * 512 for file in files))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp_objstore.local.folder import home_of, place_of_pids
+from dcp_objstore.local.folder import home_of, pid_namespace
 from dcp_objstore.stores.local import TEMPORARY
 from tests.support.command_line import run_here
 from tests.support.left_copies import STATE_BYTES, leave_copies
@@ -40,7 +40,7 @@ def _folder(node: Path, name: str) -> Path:
 
 def _use(node: Path, name: str) -> None:
     """Let a process that is alive have used a run: this one."""
-    (_folder(node, name) / f"=used {place_of_pids()} {os.getpid()}").touch()
+    (_folder(node, name) / f"=used {pid_namespace()} {os.getpid()}").touch()
 
 
 def _listed(node: Path) -> dict[str, dict[str, object]]:
@@ -60,7 +60,7 @@ def test_ls_shows_each_run_its_steps_and_what_is_not_whole(left, node):
         fcntl.flock(file, fcntl.LOCK_EX)
         listed = _listed(node)
         lines = run_here("local", "ls", str(node)).stdout.splitlines()
-        (_folder(node, "a") / f"=used {place_of_pids()} {os.getpid()}").unlink()
+        (_folder(node, "a") / f"=used {pid_namespace()} {os.getpid()}").unlink()
         # It may be a process that is not seen, in a container.
         assert "a process uses it" in run_here("local", "rm", str(node)).stdout
     first, other, folder = listed["a"], listed["b"], _folder(left, "b")
@@ -93,7 +93,7 @@ def test_rm_removes_what_no_process_uses_and_says_what_it_keeps(node):
     removed = {one["url"][-1]: one["removed"] for one in map(json.loads, done.stdout.splitlines())}
     assert removed == {"a": False, "b": True}
     assert _listed(node).keys() == {"a"}
-    (_folder(node, "a") / f"=used {place_of_pids()} {os.getpid()}").unlink()
+    (_folder(node, "a") / f"=used {pid_namespace()} {os.getpid()}").unlink()
     assert "removed" in run_here("local", "rm", str(node)).stdout
     assert "no copies" in run_here("local", "ls", str(node)).stdout
     assert [path for path in node.glob("*/*") if path.is_dir()] == []

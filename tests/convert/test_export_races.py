@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import dcp_objstore as dos
 from dcp_objstore.config import MIB
-from dcp_objstore.convert import export
+from dcp_objstore.convert import export_folder
 from dcp_objstore.errors import (
     DcpObjstoreError,
     InputError,
@@ -68,7 +68,7 @@ def names_in(out: str) -> set[str]:
     return {meta.key for meta in open_store(out).list()}
 
 
-UPLOAD = export.upload_object
+UPLOAD = export_folder.upload_object
 
 
 def at_file(
@@ -90,7 +90,7 @@ def at_file(
             call()
         return uploaded
 
-    monkeypatch.setattr(export, "upload_object", upload)
+    monkeypatch.setattr(export_folder, "upload_object", upload)
 
 
 def interrupt() -> None:
@@ -272,7 +272,7 @@ def test_a_small_file_that_may_be_of_another_export_stays(mine, tmp_path, monkey
             open_store(out).put(name, b"same")
         return UPLOAD(store, name, *args, **settings)
 
-    monkeypatch.setattr(export, "upload_object", upload)
+    monkeypatch.setattr(export_folder, "upload_object", upload)
     with pytest.raises(KeyboardInterrupt):
         to(mine, out, copied_files=config)
     assert names_in(out) == {"config.json"}
@@ -442,7 +442,7 @@ def test_an_export_that_began_among_the_shards_of_another_spoils_none_of_them(
         return UPLOAD(store, name, *args, **settings)
 
     main = threading.current_thread()
-    monkeypatch.setattr(export, "upload_object", wait_at_the_last)
+    monkeypatch.setattr(export_folder, "upload_object", wait_at_the_last)
     to(mine, out)
     assert numbers_in(out) == {1.0}
     go_on.set()
@@ -478,7 +478,7 @@ def lose_a_race(rank: int, world: int, url: str, out: str, options: Mapping[str,
         return uploaded
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(export, "upload_object", then_another)
+        patched.setattr(export_folder, "upload_object", then_another)
         with pytest.raises(LostRaceError, match="another export") as caught:
             to(url, out, storage_options=options, process_group=dist.group.WORLD)
     return str(caught.value)
@@ -532,14 +532,14 @@ def test_an_overwrite_that_fails_leaves_the_earlier_export_as_it_was(
             assert names_in(out) == set(before), (number, is_written)
             for name, body in before.items():
                 assert open_store(out).get(name, max_size_bytes=MIB)[0] == body, (name, number)
-    monkeypatch.setattr(export, "upload_object", UPLOAD)
+    monkeypatch.setattr(export_folder, "upload_object", UPLOAD)
     to(mine, out, most, copied_files=config, overwrite=True)
     assert numbers_in(out) == {1.0}
 
 
 def test_a_large_file_that_was_replaced_stays_if_the_export_fails(mine, other, monkeypatch):
     """It is too large to be kept in memory and put back, but the folder has one of the two."""
-    monkeypatch.setattr(export, "_KEPT_MOST_BYTES", 0)
+    monkeypatch.setattr(export_folder, "_PUT_BACK_MOST_BYTES", 0)
     out = memory_url()
     to(other, out, ONE)
     at_file(monkeypatch, 1, interrupt, is_written=True)

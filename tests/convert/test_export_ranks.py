@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load, load_file
 
 import dcp_objstore as dos
-from dcp_objstore.convert import export, files
+from dcp_objstore.convert import export_folder, files
 from dcp_objstore.convert.files import PlannedFile, shards, share_out
 from dcp_objstore.convert.sources import TensorInfo
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, InputError, RankFailedError
@@ -131,7 +131,7 @@ def die_in_the_middle(rank: int, world: int, url: str, out: str, options: Any, l
             threading.Event().wait()
         return uploaded
 
-    export.upload_object = hang
+    export_folder.upload_object = hang
     settings = {**EACH, "storage_options": options, "overwrite": True}
     return export_here(rank, world, url, out, settings)
 

@@ -22,7 +22,7 @@ import pytest
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.doctor import Finding, check_up, runner
-from dcp_objstore.doctor.access import unfinished, working_directory
+from dcp_objstore.doctor.access import unfinished
 from dcp_objstore.doctor.checks import Verdict, ok
 from dcp_objstore.doctor.objects import ObjectChecks
 from dcp_objstore.doctor.runner import CONFIG, findings, table
@@ -34,8 +34,8 @@ from dcp_objstore.stores.urls import parse_url
 from tests.support.command_line import environment, run_here
 from tests.support.proxy import Asked, Hold, NetworkProxy
 from tests.support.scripted import ScriptedServer
-from tests.support.servers import BUCKET, READ_ONLY, WRITE_ONLY, Bucket, RcloneServer
-from tests.support.tampering import TamperingProxy, flipped
+from tests.support.servers import BUCKET, READ_ONLY, WRITE_ONLY, Bucket
+from tests.support.tampering import TamperingProxy
 from tests.support.unfinished_uploads import PART, Before, begin_upload
 
 CHECKS = [
@@ -267,14 +267,6 @@ def test_without_credentials_nothing_else_is_tried(monkeypatch):
     assert "AWS_ACCESS_KEY_ID" in found["credentials"].text
 
 
-def test_a_server_without_conditional_puts_fails(tmp_path):
-    with RcloneServer(tmp_path) as server:
-        found = examine(f"s3://{server.bucket}/run", server.storage_options)
-    assert found["conditional put"].status == "failed"
-    assert "allow_unfenced=True" in found["conditional put"].advice
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-
-
 def test_a_clock_for_which_the_store_refuses_requests_is_named():
     body = b"<Error><Code>RequestTimeTooSkewed</Code><Message>too large</Message></Error>"
     with ScriptedServer(lambda *_: (403, {"Content-Type": "application/xml"}, body)) as server:
@@ -283,14 +275,6 @@ def test_a_clock_for_which_the_store_refuses_requests_is_named():
     assert found.status == "failed"
     assert "RequestTimeTooSkewed" in found.text
     assert "clock" in found.advice
-
-
-@pytest.mark.backends("seaweed")
-def test_bytes_that_come_back_changed_are_told(bucket):
-    with TamperingProxy(bucket.storage_options) as proxy:
-        proxy.tamper(flipped(3000), lambda asked: asked.covers("multipart", 3000))
-        found = examine(bucket.url, proxy.storage_options)
-    assert names(found, "failed") == {"multipart"}
 
 
 @pytest.mark.backends("seaweed")
@@ -389,15 +373,6 @@ def test_a_transport_that_is_not_installed_is_a_finding(monkeypatch):
     assert "s3fs" in found["endpoint"].text
     assert found["endpoint"].status == "failed"
     assert found["bucket"].status == "not made"
-
-
-@pytest.mark.parametrize("scheme", STORES)
-def test_advice_on_the_server_is_of_the_scheme(scheme):
-    options = {**STORES[scheme], "endpoint_url": "http://127.0.0.1:1"}
-    found = seen_first(StoreSpec(f"{scheme}://bucket/run", options, IMPATIENT))["endpoint"]
-    assert found.status == "failed"
-    assert "storage_options" in found.advice
-    assert ("AWS_" in found.advice) == (scheme == "s3")
 
 
 @pytest.mark.backends("moto")
@@ -540,13 +515,3 @@ def test_a_server_that_never_answers_is_given_up():
         quick = replace(IMPATIENT, request_timeout_seconds=1)
         found = examine("s3://bucket/run", {**WRITE_ONLY, "endpoint_url": endpoint}, config=quick)
     assert names(found, "failed") == {"endpoint"}
-
-
-def test_a_folder_that_was_made_of_a_url_is_reported(tmp_path, monkeypatch):
-    """By a program that takes `s3://bucket/run` for a local path."""
-    monkeypatch.chdir(tmp_path)
-    assert working_directory().status == "ok"
-    Path("s3:/bucket/run").mkdir(parents=True)
-    found = working_directory()
-    assert (found.status, found.details) == ("warning", {"folders": ["s3:"]})
-    assert str(tmp_path) in found.text

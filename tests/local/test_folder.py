@@ -384,7 +384,7 @@ def test_a_run_gives_its_room_away_only_if_its_processes_have_ended(
 ):
     node.save(1)
     run = run_of(node)
-    of_process(run, process.format(place=folder.place_of_pids(), dead=DEAD))
+    of_process(run, process.format(place=folder.pid_namespace(), dead=DEAD))
     age(node, run, age_seconds)
     restart()
     other = beside(node, "other", 150)
@@ -412,7 +412,7 @@ def test_what_another_save_writes_stays(node, monkeypatch):
         patched.undo()
         (written,) = node.files
         assert written.name.startswith(TEMPORARY)
-        of_process(run_of(node), f"{folder.place_of_pids()} {DEAD}")
+        of_process(run_of(node), f"{folder.pid_namespace()} {DEAD}")
         restart()
         other.save(1)
         assert other.unused, "there is no room for it"

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import dcp_objstore as dos
-from dcp_objstore.local.folder import place_of_pids
+from dcp_objstore.local.folder import pid_namespace
 from tests.support.node_copies import restart
 
 STATE_BYTES = 4 << 20
@@ -21,7 +21,7 @@ def leave_copies(node: Path, *step_urls: str) -> None:
         state = {"w": torch.full((STATE_BYTES // 4,), float(number))}
         dos.save(state, url, local=str(node), progress=False)
     for mark in node.glob("*/*/=used *"):
-        mark.rename(mark.with_name(f"=used {place_of_pids()} {_NO_PROCESS}"))
+        mark.rename(mark.with_name(f"=used {pid_namespace()} {_NO_PROCESS}"))
     restart()
 
 

@@ -1,0 +1,303 @@
+"""What each check says of each kind of error and of each lie of a store, without a server."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import secrets
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dcp_objstore import errors
+from dcp_objstore.doctor.access import Access, lifecycle, versions, working_directory
+from dcp_objstore.doctor.checks import Check, failure
+from dcp_objstore.doctor.objects import ObjectChecks
+from dcp_objstore.doctor.runner import CONFIG, findings, table
+from dcp_objstore.doctor.scratch import Scratch
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.protocol import Capabilities, ObjectMeta, ObjectStore
+from dcp_objstore.stores.urls import parse_url
+from dcp_objstore.stores.wrappers import WrappedStore
+from tests.support.scripted import ScriptedServer
+from tests.support.wrapped_stores import ChangingStore, Fault, FaultStore
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "s3": {"key": "key", "secret": "secret"},
+    "gs": {"anon": True},
+    "az": {"account_name": "account", "account_key": "c2VjcmV0"},
+    "file": {},
+}
+BLOBS = "Microsoft.Storage/storageAccounts/blobServices/containers/blobs"
+ROLE, OBJECTS = "arn:aws:s3:::bucket", "arn:aws:s3:::bucket/run/*"
+DELETE = (f"s3:DeleteObject on {OBJECTS}", "storage.objects.delete", f"{BLOBS}/delete")
+# The rights of S3, GCS and Azure that each check needs.
+RIGHTS: dict[str, tuple[str, str | None, str | None]] = {
+    "put": (f"s3:PutObject on {OBJECTS};", "storage.objects.create", f"{BLOBS}/write"),
+    "list": (f"s3:ListBucket on {ROLE}", "storage.objects.list", f"{BLOBS}/read"),
+    "read": (f"s3:GetObject on {OBJECTS}", "storage.objects.get", f"{BLOBS}/read"),
+    "multipart": (
+        f"s3:PutObject on {OBJECTS}",
+        "storage.multipartUploads.create and storage.objects.create",
+        f"{BLOBS}/write",
+    ),
+    "abort": (
+        f"s3:AbortMultipartUpload on {OBJECTS}",
+        "storage.multipartUploads.abort",
+        None,
+    ),
+    "conditional put": (
+        f"s3:PutObject and s3:GetObject on {OBJECTS}",
+        "storage.objects.create, .get and .delete (to replace an object)",
+        f"{BLOBS}/write",
+    ),
+    "delete": DELETE,
+    "lifecycle": (f"s3:GetLifecycleConfiguration on {ROLE}", None, None),
+    "unfinished uploads": (
+        f"s3:ListBucketMultipartUploads on {ROLE} and s3:ListMultipartUploadParts on {OBJECTS}",
+        None,
+        None,
+    ),
+    "clean-up": DELETE,
+}
+
+
+def checks_of(url: str) -> list[Check]:
+    spec = StoreSpec(url, OPTIONS[url.partition(":")[0]])
+    return list(table(spec, ObjectChecks(spec)))
+
+
+@pytest.mark.parametrize(("number", "scheme"), [(0, "s3"), (1, "gs"), (2, "az")])
+def test_each_check_names_the_right_that_it_needs(number: int, scheme: str) -> None:
+    url = parse_url(f"{scheme}://bucket/run")
+    for check in checks_of(f"{scheme}://bucket/run"):
+        found = failure(url, check, errors.PermissionDeniedError("denied"))
+        assert found.status == ("not made" if check.kind == "rule" else "failed")
+        right = RIGHTS[check.name][number] if check.name in RIGHTS else None
+        if right is None:
+            assert found.advice == "give the account of these credentials the right to do this"
+        else:
+            assert f"{found.advice};".startswith(f"allow {right}")
+            assert ("'bucket' to this account" in found.advice) == (scheme != "s3")
+        assert ("sign_payload" in found.advice) == ((check.name, scheme) == ("put", "s3"))
+    folder = failure(parse_url("file:///run"), check, errors.PermissionDeniedError("denied"))
+    assert "read and write /run" in folder.advice
+
+
+@pytest.mark.parametrize(
+    ("kind", "word", "is_of_folders"),
+    [
+        (errors.BucketNotFoundError, "create the bucket 'bucket'", True),
+        (errors.CredentialsError, "clock", True),
+        (errors.CorruptDataError, "range requests", False),
+        (errors.UnsupportedError, "cannot be used as a store", False),
+        (errors.ObjectNotFoundError, "cannot be used as a store", True),
+        (errors.StoreUnavailableError, "try again", True),
+        (errors.UploadLostError, "try again", True),
+        (errors.ConfigError, "--json", True),
+        (errors.DcpObjstoreError, "--json", True),
+    ],
+)
+def test_each_kind_of_error_has_its_advice(
+    kind: type[errors.DcpObjstoreError], word: str, *, is_of_folders: bool
+) -> None:
+    put = checks_of("s3://bucket/run")[5]
+    found = failure(parse_url("s3://bucket/run"), put, kind("it failed"))
+    assert word in found.advice
+    assert found.details == {"error": kind.__name__, "message": "it failed"}
+    in_folder = failure(parse_url("file:///run"), put, kind("it failed"))
+    assert ("that /run is a folder" in in_folder.advice) == is_of_folders
+    assert (word in in_folder.advice) != is_of_folders
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3://b", ("endpoint_url", "AWS_ENDPOINT_URL", "AWS_REGION")),
+        ("gs://b", ("endpoint_url", "GOOGLE_BASE_URL")),
+        ("az://b", ("account_name", "endpoint_url", "AZURE_STORAGE_ACCOUNT_NAME")),
+        ("sftp://host/x", ("the host in the URL",)),
+    ],
+)
+def test_the_advice_on_the_server_says_what_names_it(url: str, words: tuple[str, ...]) -> None:
+    (endpoint,) = (check for check in checks_of("s3://b/x") if check.name == "endpoint")
+    found = failure(parse_url(url), endpoint, errors.StoreUnavailableError("refused"))
+    assert all(word in found.advice for word in words)
+    assert ("AWS" in found.advice) == url.startswith("s3")
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme", "status"),
+    [
+        (errors.UnsupportedError, "s3", "not made"),
+        (errors.UnsupportedError, "az", "not applicable"),
+        (errors.StoreUnavailableError, "s3", "not made"),
+        (errors.StoreUnavailableError, "az", "not made"),
+    ],
+)
+def test_a_rule_that_cannot_be_read_is_not_a_failure(
+    kind: type[errors.DcpObjstoreError], scheme: str, status: str
+) -> None:
+    for check in checks_of("s3://bucket/run"):
+        if check.kind == "rule":
+            found = failure(parse_url(f"{scheme}://bucket/run"), check, kind("why"))
+            assert found == (status, "why", "", {})
+
+
+def test_a_long_error_is_cut_and_an_answer_is_its_meaning_and_code() -> None:
+    url, put = parse_url("s3://bucket/run"), checks_of("s3://bucket/run")[5]
+    for length in (400, 401):
+        text = failure(url, put, errors.DcpObjstoreError("x " * (length // 2) + "x" * (length % 2)))
+        assert len(text.text) <= 400
+        assert ("…" in text.text) == (length > 400)
+    meaning = "the credentials do not allow this"
+    for message, code, shown in (
+        (f"{meaning}: a long story", "AccessDenied", f"{meaning}: 403 AccessDenied"),
+        (f"{meaning}: a long story", None, f"{meaning}: a long story"),
+        ("a long story", "AccessDenied", "a long story"),
+    ):
+        error = errors.PermissionDeniedError(message)
+        error.status, error.code = 403, code
+        assert failure(url, put, error).text == shown
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "gcs", "az", "azure", "abfs", "abfss"])
+def test_a_folder_that_was_made_of_a_url_is_reported(tmp_path, monkeypatch, scheme):
+    """By a program that takes `s3://bucket/run` for a local path."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    assert working_directory().status == "ok"
+    (tmp_path / f"{scheme}:" / "bucket").mkdir(parents=True)
+    found = working_directory()
+    assert (found.status, found.details) == ("warning", {"folders": [f"{scheme}:"]})
+    assert str(tmp_path) in found.text
+
+
+def test_the_versions_are_those_of_what_carries_requests() -> None:
+    packages = ("dcp-objstore", "torch", "obstore", "boto3", "fsspec", "s3fs", "gcsfs")
+    present = {dist.metadata["Name"] for dist in importlib.metadata.distributions()}
+    found = versions()
+    assert set(found.details) == {"python", *present.intersection(packages)}
+    assert f"torch {importlib.metadata.version('torch')}" in found.text
+
+
+@pytest.mark.parametrize(
+    ("scheme", "text", "details"),
+    [
+        ("s3", "key…, from storage_options", ("storage_options", "key…", None)),
+        ("gs", "anonymous", ("anonymous", None, None)),
+        ("az", "account, from storage_options", ("storage_options", None, "account")),
+    ],
+)
+def test_the_credentials_and_the_server_are_named(scheme: str, text: str, details: Any) -> None:
+    options = {**OPTIONS[scheme], "endpoint_url": "http://127.0.0.1:1"}
+    access = Access(StoreSpec(f"{scheme}://bucket/run", options, replace(CONFIG, max_retries=0)))
+    found = access.credentials()
+    assert (found.status, found.text) == ("ok", text)
+    assert found.details == dict(zip(("source", "access_key", "account"), details, strict=True))
+
+
+def test_the_first_answer_decides_and_no_request_is_sent_again() -> None:
+    asked: list[object] = []
+
+    def unavailable(*request: object) -> tuple[int, dict[str, str], bytes]:
+        asked.append(request)
+        return 503, {}, b""
+
+    with ScriptedServer(unavailable) as server:
+        options = {**OPTIONS["s3"], "endpoint_url": server.endpoint_url}
+        with pytest.raises(errors.StoreUnavailableError):
+            Access(StoreSpec("s3://bucket/run", options, CONFIG)).endpoint()
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(("url", "prefix"), [("s3://b", ""), ("s3://b/run", "run/")])
+def test_the_rule_that_is_advised_is_for_what_is_below_the_url(url: str, prefix: str) -> None:
+    scratch = SimpleNamespace(around=SimpleNamespace(lifecycle_rules=list))
+    advice = lifecycle(cast(Scratch, scratch), parse_url(url)).advice
+    (rule,) = json.loads(shlex.split(advice.split("`")[1])[-1])["Rules"]
+    assert rule["Filter"] == {"Prefix": prefix}
+    advice = lifecycle(cast(Scratch, scratch), parse_url(url.replace("s3", "gs"))).advice
+    (rule,) = json.loads(shlex.split(advice.split("`")[1])[1])["rule"]
+    assert rule["condition"] == {"age": 2, **({"matchesPrefix": [prefix]} if prefix else {})}
+
+
+# --- a store that lies
+
+
+class Unlisting(WrappedStore):
+    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        return iter(())
+
+
+class Undeleting(WrappedStore):
+    def delete(self, key: str) -> None:
+        pass
+
+
+class Weak(WrappedStore):
+    """A store without the conditional writes that are not named."""
+
+    def __init__(self, inner: ObjectStore, *names: str) -> None:
+        super().__init__(inner)
+        wanted = dict.fromkeys(("conditional_create", "conditional_update"), False)
+        self._weak = replace(inner.capabilities, **{**wanted, **dict.fromkeys(names, True)})
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._weak
+
+
+def flip(name: str, at: int) -> Callable[[ObjectStore], ObjectStore]:
+    """Change one byte of an object when it is read."""
+
+    def change(key: str, start: int, body: memoryview) -> None:
+        if key.endswith(name) and start <= at < start + len(body):
+            body[at - start] ^= 1
+
+    return lambda store: ChangingStore(store, change)
+
+
+def denying(verb: str, name: str) -> Callable[[ObjectStore], ObjectStore]:
+    fault = Fault("before", errors.PermissionDeniedError("denied"))
+    return lambda store: FaultStore(
+        store, lambda asked, key, _: fault if (asked, key) == (verb, name) else None
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "wrong"),
+    [
+        (lambda store: store, {}),
+        (Unlisting, {"list": "failed"}),
+        (Undeleting, {"delete": "failed", "clean-up": "failed"}),
+        (flip("put", 100), {"read": "failed"}),
+        (flip("put", 1499), {"read": "failed"}),
+        (flip("multipart", 5_242_880 + 999), {"multipart": "failed"}),
+        (denying("open_range", "put"), {"read": "failed"}),
+        (denying("open_range", "absent"), {"read": "failed"}),
+        (denying("open_range", "multipart"), {}),
+        (denying("head", "put"), {}),
+        (denying("put", "put"), {"put": "failed", **dict.fromkeys(("read", "abort"), "not made")}),
+        (lambda store: Weak(store, "conditional_create"), {"conditional put": "warning"}),
+        (Weak, {"conditional put": "failed"}),
+    ],
+)
+def test_each_lie_of_a_store_is_told_by_its_check(through, wrapper, wrong) -> None:
+    through(wrapper)
+    spec = StoreSpec(f"memory://{secrets.token_hex(6)}/run", {}, CONFIG)
+    objects = ObjectChecks(spec)
+    found = {finding.check: finding for finding in findings(spec, objects, table(spec, objects))}
+    seen = {
+        name: finding.status
+        for name, finding in found.items()
+        if finding.status in ("failed", "warning") or name in wrong
+    }
+    assert seen == wrong
+    advice = found["conditional put"].advice
+    assert ("allow_unfenced=True" in advice) == (wrong.get("conditional put") == "failed")
+    assert found["put"].text == "an object was written" or "put" in wrong
