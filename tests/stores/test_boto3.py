@@ -42,7 +42,7 @@ from dcp_objstore.stores.ranges import BrokenOffError
 from dcp_objstore.stores.retries import SMALL_BYTES
 from dcp_objstore.stores.s3.boto3 import Boto3Clients, JoinedBuffers
 from dcp_objstore.stores.s3.errors import read_botocore
-from dcp_objstore.stores.s3.store import check_range_answer
+from dcp_objstore.stores.s3.store import check_range_answer, pages
 from dcp_objstore.stores.s3.upload import MultipartUpload
 from tests.contract import PART, BucketContract, race
 from tests.contract.buckets import S3_LACKS
@@ -389,6 +389,53 @@ def test_an_upload_that_was_not_begun_leaves_nothing(called):
         store.put_stream("k", iter([bytes(PART)]), part_size_bytes=PART, max_concurrency=1)
     assert LEFTOVER_ADVICE not in str(caught.value)
     assert "abort_multipart_upload" not in called.uses
+
+
+def test_a_callers_error_in_a_copy_stays_as_it_is_and_another_names_the_source(called):
+    store = open_store("s3://bucket/run", {"key": "a", "secret": "b", **BOTO3}, ONCE)
+    source = CopySource("s3://bucket/from", 0, 9, Version('"e"'))
+
+    def stop(_: int) -> None:
+        raise DcpObjstoreError("the caller's own")
+
+    with pytest.raises(DcpObjstoreError) as caught:
+        store.copy("k", [source], part_size_bytes=9, max_concurrency=1, moved=stop)
+    assert caught.value.message == "the caller's own"
+    assert called.uses["abort_multipart_upload"] == "write"
+    called.answers["upload_part_copy"] = refusal = refused("UploadPartCopy", 403)
+    with pytest.raises(PermissionDeniedError, match=r"\(in a copy of s3://bucket/from\)") as caught:
+        store.copy("k", [source], part_size_bytes=9, max_concurrency=1, moved=stop)
+    assert caught.value.__cause__ is refusal
+
+
+@pytest.mark.parametrize(
+    ("nexts", "count", "repeats"),
+    [
+        (["a", "b", None], 3, False),
+        ([None], 1, False),
+        ([""], 1, True),
+        (["a", ""], 2, True),
+        (["a", "a"], 2, True),
+        (["a", "b", "a"], 3, True),
+    ],
+)
+def test_pages_are_asked_for_until_the_last_or_until_one_begins_again(nexts, count, repeats):
+    """A page of a server: where the next one begins, an empty text if it does not say, or None."""
+    asked: list[Mapping[str, Any]] = []
+
+    def ask(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        asked.append(arguments)
+        mark = nexts[len(asked) - 1]
+        return {"IsTruncated": mark is not None, "Next": mark or None, "NextId": None}
+
+    listed = pages(ask, {"Prefix": "p"}, {"Marker": "Next", "Id": "NextId"})
+    if repeats:
+        with pytest.raises(StoreUnavailableError, match="again"):
+            list(listed)
+    else:
+        list(listed)
+    begins = [{}, *({"Marker": mark} for mark in nexts)]
+    assert asked == [{"Prefix": "p", **begin} for begin in begins[:count]]
 
 
 def test_a_range_is_taken_only_from_an_answer_that_is_this_range():

@@ -62,10 +62,15 @@ def store_over(adapter: str, endpoint_url: str, retries: int = RETRIES) -> Objec
 @pytest.mark.parametrize(("adapter", "verb"), EACH)
 def test_a_request_that_always_fails_is_sent_as_often_as_was_asked_for(server, adapter, verb):
     server.answer = lambda *_: (500, {}, b"")
+    store = store_over(adapter, server.endpoint_url)
     with pytest.raises(StoreUnavailableError) as caught:
-        VERBS[verb](store_over(adapter, server.endpoint_url))
+        VERBS[verb](store)
     assert "max retries" not in str(caught.value), "a library's own count"
     assert len(server.requests) == (1 if verb == "put_absent" else 1 + RETRIES)
+    if verb == "put":
+        with pytest.raises(StoreUnavailableError):
+            store.put("k", b"x", retry=False)
+        assert len(server.requests) == 1 + RETRIES + 1
 
 
 # The loop and the count are the same, whatever has failed.

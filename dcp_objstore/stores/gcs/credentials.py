@@ -227,16 +227,9 @@ def _from_google_auth(
 
     try:
         credentials = load([_SCOPE])
-        # Each kind of credentials has one of these, or neither.
-        names = ("service_account_email", "signer_email")
-        emails = (getattr(credentials, name, None) for name in names)
+        email = getattr(credentials, "service_account_email", None)  # a user's have none
         provider = Renewing(source, partial(_ask_google_auth, credentials), _ADVICE)
-        return Credentials(
-            source,
-            provider,
-            renew=provider.renew,
-            account_name=next(map(str, filter(None, emails)), None),
-        )
+        return Credentials(source, provider, renew=provider.renew, account_name=email)
     except GoogleAuthError as error:
         failure = f"{source}: {error}"
     except (ValueError, KeyError, AttributeError, TypeError) as error:
