@@ -183,8 +183,8 @@ def test_a_library_that_gives_whole_bodies_is_asked_for_8_mib_at_once():
     assert asked == [(3, 8 * MIB + 3), (8 * MIB + 3, 16 * MIB + 3), (16 * MIB + 3, len(data))]
     assert FETCHED_READING.memory_bytes == 16 * MIB  # libraries join a body of its pieces
     for wrong in (b"", b"12", b"1234"):
-        with pytest.raises(CorruptDataError):
-            read(opened(FetchedSource(lambda *_, wrong=wrong: wrong), 0, 3), 3)
+        with pytest.raises(CorruptDataError, match=rf"\[1, 4\) .* {len(wrong)} bytes came"):
+            read(opened(FetchedSource(lambda *_, wrong=wrong: wrong), 1, 4), 3)
 
 
 def test_only_bytes_that_have_come_begin_the_time_for_retries_anew():
