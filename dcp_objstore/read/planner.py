@@ -369,9 +369,10 @@ def _tied_keys(state_dict: dict[str, Any], saved: Collection[str]) -> list[str]:
 
 
 def _rename_advice(state_keys: Iterable[str], saved: Collection[str]) -> str | None:
-    """Return which `rename=` makes the checkpoint fit, if it has the keys with another first part.
+    """Return which `rename=` makes the checkpoint fit; None if none does.
 
-    Or without one, as weights that were saved without a name in a state.
+    One does if the missing keys were saved under another name at the top, or without that name, as
+    weights that were saved alone.
     """
     # A missing key for each name at the top, and the names at the top that are not asked for.
     missing = {_top_name(key): key for key in state_keys if key not in saved}

@@ -345,9 +345,9 @@ def _is_as_listed(store: ObjectStore, listed: dict[str, ObjectMeta]) -> bool:
     has other ETags. If a second listing is like the first one, it is the CDN: each object is then
     held to the state of its first answer.
     """
-    now = _listed(store)
-    return not isinstance(now, CheckpointNotFoundError) and all(
-        now.get(key) == meta for key, meta in listed.items()
+    listed_now = _listed(store)
+    return not isinstance(listed_now, CheckpointNotFoundError) and all(
+        listed_now.get(key) == meta for key, meta in listed.items()
     )
 
 

@@ -374,11 +374,15 @@ class Exchange:
             self._deliver(requests)
 
     def _agree(self, error: DcpObjstoreError | None) -> None:
-        """Confirm that no rank has failed; otherwise raise. A collective."""
+        """Confirm that no rank has failed; otherwise raise PeerFailedError. A collective.
+
+        Args:
+            error: the error of this rank, which the others get; None if it has not failed.
+        """
         with self._together():
-            failed = torch.tensor([error is not None], dtype=torch.uint8, device="cpu")
-            dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
-            if not failed.item():
+            any_failed = torch.tensor([error is not None], dtype=torch.uint8, device="cpu")
+            dist.all_reduce(any_failed, dist.ReduceOp.MAX, group=self._group)
+            if not any_failed.item():
                 return
             errors: list[DcpObjstoreError | None] = [None] * dist.get_world_size(self._group)
             dist.all_gather_object(errors, error, group=self._group)
