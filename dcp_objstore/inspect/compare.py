@@ -72,13 +72,7 @@ class _Digester:
             return _hash(kind.__name__, sorted(map(self.digest, value)))
         if kind in _TENSORS and value.layout is torch.strided and not value.is_quantized:
             # A copy is contiguous and has its bits in memory, also if it was a conjugated view.
-            memory = (
-                value.detach()
-                .cpu()
-                .resolve_conj()
-                .resolve_neg()
-                .clone(memory_format=torch.contiguous_format)
-            )
+            memory = value.detach().cpu().clone(memory_format=torch.contiguous_format)
             bits = memory.reshape(-1).view(torch.uint8).numpy()
             return self._digest_parts("tensor", (kind, value.dtype, tuple(value.shape)), bits)
         if torch.is_storage(value):  # a pickle of it would not always have the same bytes

@@ -187,7 +187,8 @@ VALUES: list[Any] = [
     *(deque([torch.ones(3)]), deque([torch.zeros(3)]), deque([torch.ones(3)], 5), deque([NAN, 1])),
     *(OrderedDict(a=1, b=2), OrderedDict(b=2, a=1), {"a": 1, "b": 2}, Counter(a=1, b=2)),
     *(torch.nn.Parameter(torch.zeros(3)), torch.ones(2, dtype=torch.complex64) * 1j, None, 1j),
-    *(torch.zeros(3).untyped_storage(), torch.zeros(4).untyped_storage(), len, print, seeded, ...),
+    *(torch.zeros(3).untyped_storage(), torch.zeros(4).untyped_storage(), len, seeded, ...),
+    *(print, torch.float32, torch.float64),
     *(defaultdict(int, a=1), defaultdict(list, a=1), Opaque(1), Opaque(True), Opaque, io.BytesIO()),
 ]
 
