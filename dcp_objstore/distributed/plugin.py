@@ -161,13 +161,11 @@ class Target:
         Raises:
             ConfigError: it was made with another URL, which has not been used yet.
         """
-        if self._spec is None:
-            spec = StoreSpec(url, self._storage_options, self.config)
-        else:
-            spec = self._spec.at(url)
-        if self._unused and self._spec is not None and spec.url != self._spec.url:
+        before = self._spec
+        spec = before.at(url) if before else StoreSpec(url, self._storage_options, self.config)
+        if self._unused and before is not None and spec.url != before.url:
             raise ConfigError(
-                f"two URLs: of the writer or reader {self._spec.url}, checkpoint_id={spec.url}",
+                f"two URLs: of the writer or reader {before.url}, checkpoint_id={spec.url}",
                 advice="leave one of them out",
                 url=spec.url,
             )

@@ -178,12 +178,8 @@ class StepConsensus:
                     self._end()
                     return
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
-                self._connect_again()
-
-    def _connect_again(self) -> None:
-        """Replace the connection by a new one; if that fails, the next poll fails as well."""
-        with contextlib.suppress(RuntimeError):
-            self._store = self._store and self._store.clone()
+                with contextlib.suppress(RuntimeError):  # then the next poll fails as well
+                    self._store = self._store and self._store.clone()
 
     def _poll(self) -> None:
         with self._state:

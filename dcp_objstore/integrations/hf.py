@@ -79,10 +79,8 @@ def _write_files(
     rank, _ = rank_and_world_size()
     # What is written last counts. A rank that the save did not have writes no files of its own.
     for files in (*reversed(of_ranks), *of_ranks[rank : rank + 1]):
-        if not (
-            isinstance(files, Mapping)
-            and all(isinstance(content, bytes) for content in files.values())
-        ):
+        contents = files.values() if isinstance(files, Mapping) else [None]
+        if not all(isinstance(content, bytes) for content in contents):
             raise StateMismatchError(
                 "the checkpoint has no files of accelerate or a Trainer here; dcp_objstore.load"
                 ' takes its tensors alone, as {"model": model}',

@@ -214,12 +214,8 @@ class _ObjectStore:
     local: Local | None = None
 
     def __post_init__(self) -> None:
-        self._transfer = {
-            **self.access,
-            "on_event": self.on_event,
-            "local": self.local,
-            "progress": False,
-        }
+        others = {"on_event": self.on_event, "local": self.local, "progress": False}
+        self._transfer = {**self.access, **others}
         self._sweepers: dict[str, Retainer] = {}  # by the URL of the run
         self._pending: AsyncSaveHandle | None = None  # the save under way in the background
         self._deletions: list[Spawned] = []  # those that may still run
@@ -374,8 +370,7 @@ class _TrainerStrategy(_Hooks):
     def load_checkpoint(self, checkpoint_path: Any, **options: Any) -> dict[str, Any]:
         checkpoint_path, url = self._shared_path(checkpoint_path)
         if url is None:
-            loaded: dict[str, Any] = self._original("load_checkpoint", checkpoint_path, **options)
-            return loaded
+            return dict(self._original("load_checkpoint", checkpoint_path, **options))
         strategy = self._target
         module = strategy.lightning_module
         parts = {_model_key(strategy): strategy.model}
@@ -428,10 +423,7 @@ class _FabricStrategy(_Hooks):
         """Load into the state as Fabric does; return the values that it did not ask for."""
         path, url = self._shared_path(path)
         if url is None:
-            loaded: dict[str, Any] = self._original(
-                "load_checkpoint", path, state, strict, **options
-            )
-            return loaded
+            return dict(self._original("load_checkpoint", path, state, strict, **options))
         if not isinstance(state, MutableMapping):
             raise errors.ConfigError(
                 "Fabric loads a sharded checkpoint into a state, as {'model': model, ...}",
@@ -479,8 +471,7 @@ class _ModelCheckpoint(_Hooks):
             dirpath = posixpath.join(trainer.default_root_dir, "checkpoints")
         url = _url(dirpath)
         if url is None:
-            paths: set[str] = self._original("_find_last_checkpoints", trainer)
-            return paths
+            return set(self._original("_find_last_checkpoints", trainer))
         newest = self._store.newest(url)
         return {newest} if newest is not None else set()
 

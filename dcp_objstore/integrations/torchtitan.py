@@ -137,9 +137,8 @@ def _with_agreed_steps(original: Callable[[Any, int], bool]) -> Callable[[Any, i
 
 def _retainer(run: StoreSpec) -> Retainer:
     """Return the one object that deletes and sweeps in a run."""
-    if run.url not in _Installed.retainers:
-        _Installed.retainers[run.url] = Retainer(run, grace_seconds=_Installed.grace_seconds)
-    return _Installed.retainers[run.url]
+    retainer = Retainer(run, grace_seconds=_Installed.grace_seconds)
+    return _Installed.retainers.setdefault(run.url, retainer)
 
 
 def _loadable(run: StoreSpec) -> tuple[int, ...]:

@@ -84,8 +84,8 @@ class FlatOptimizer:
         state = {}
         for name, entries in self.state_dict["state"].items():
             is_saved = not entries or any(f"state.{name}.{entry}" in saved for entry in entries)
-            is_known = record.names(name, self._owner)  # the checkpoint has the parameter itself
-            was_without = not is_saved and is_known and (strict or saved)
+            # The checkpoint has the parameter itself, but no state of it.
+            was_without = not is_saved and record.names(name, self._owner) and (strict or saved)
             if not was_without:
                 state[name] = entries
             elif has_state:

@@ -237,13 +237,10 @@ class ConvertedState:
                 "before you load, and before you make an optimizer of the module, call"
                 ' to_empty(device="cuda") on it, or name another device'
             )
-            buffers = leaf.value.named_buffers()
-            unsaved = [
-                name for name, buffer in buffers if buffer.is_meta and name not in leaf.original
-            ]
+            empty = [name for name, buffer in leaf.value.named_buffers() if buffer.is_meta]
+            unsaved = first_few([name for name in empty if name not in leaf.original], 3)
             if unsaved:
-                names = first_few(unsaved, 3)
-                advice += f". Then compute the buffers that no checkpoint has ({names})"
+                advice += f". Then compute the buffers that no checkpoint has ({unsaved})"
         raise UnsupportedError(
             "the state has tensors on the meta device, with no memory to load into"
             f" ({first_few([name for _, name in on_meta], 3)})",
