@@ -34,6 +34,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.stores.errors import Meaning
 from dcp_objstore.stores.fsspec.filesystems import read_fsspec
+from dcp_objstore.stores.protocol import Version
 from tests.contract import (
     PART,
     SMALL_CROWD,
@@ -275,6 +276,9 @@ def test_the_time_of_a_write_is_known_in_whatever_form_a_filesystem_gives_it(
             of_an_object_store, "info", lambda _, more=unknown: {"type": "file", **more}
         )
         assert store.head("k").last_modified > MIDNIGHT
+    state = {"type": "file", "generation": "7", "ETag": "e"}
+    monkeypatch.setattr(of_an_object_store, "info", lambda _: state)
+    assert store.head("k").version == Version(None, "7")
 
 
 class Renaming(LocalFileSystem):
