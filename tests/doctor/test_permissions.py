@@ -39,7 +39,7 @@ def small() -> dict[str, Any]:
 
 
 def large() -> dict[str, Any]:
-    return {"weight": torch.ones(6 * MIB // 4)}  # two parts
+    return {"weight": torch.ones(11 * MIB // 4)}  # three parts
 
 
 def save(bucket: Bucket, options: Options, proxy: TamperingProxy) -> None:
@@ -66,12 +66,13 @@ def load(bucket: Bucket, options: Options, proxy: TamperingProxy) -> None:
 
 
 def manage(bucket: Bucket, options: Options, proxy: TamperingProxy) -> None:
-    for start in (2, 3):  # the second job goes on where the first ended
+    for start in (2, 5):  # the second job goes on where the first ended
         with dos.CheckpointManager(
             bucket.at("run"), keep=dos.KeepLatest(1), save_every=1, storage_options=options
         ) as run:
             assert run.load(small()) == start
-            run.step(start + 1, small())
+            for step in range(start + 1, start + 4):
+                run.step(step, small())
     for thread in threading.enumerate():
         if thread.name == "dcp_objstore-sweep":
             thread.join()  # it may be removing objects: the manager does not wait for it

@@ -33,12 +33,12 @@ OPTIONS: dict[str, dict[str, object]] = {
     "file": {},
 }
 BLOBS = "Microsoft.Storage/storageAccounts/blobServices/containers/blobs"
-ROLE, OBJECTS = "arn:aws:s3:::bucket", "arn:aws:s3:::bucket/run/*"
+BUCKET, OBJECTS = "arn:aws:s3:::bucket", "arn:aws:s3:::bucket/run/*"
 DELETE = (f"s3:DeleteObject on {OBJECTS}", "storage.objects.delete", f"{BLOBS}/delete")
 # The rights of S3, GCS and Azure that each check needs.
 RIGHTS: dict[str, tuple[str, str | None, str | None]] = {
-    "put": (f"s3:PutObject on {OBJECTS};", "storage.objects.create", f"{BLOBS}/write"),
-    "list": (f"s3:ListBucket on {ROLE}", "storage.objects.list", f"{BLOBS}/read"),
+    "put": (f"s3:PutObject on {OBJECTS}", "storage.objects.create", f"{BLOBS}/write"),
+    "list": (f"s3:ListBucket on {BUCKET}", "storage.objects.list", f"{BLOBS}/read"),
     "read": (f"s3:GetObject on {OBJECTS}", "storage.objects.get", f"{BLOBS}/read"),
     "multipart": (
         f"s3:PutObject on {OBJECTS}",
@@ -56,9 +56,9 @@ RIGHTS: dict[str, tuple[str, str | None, str | None]] = {
         f"{BLOBS}/write",
     ),
     "delete": DELETE,
-    "lifecycle": (f"s3:GetLifecycleConfiguration on {ROLE}", None, None),
+    "lifecycle": (f"s3:GetLifecycleConfiguration on {BUCKET}", None, None),
     "unfinished uploads": (
-        f"s3:ListBucketMultipartUploads on {ROLE} and s3:ListMultipartUploadParts on {OBJECTS}",
+        f"s3:ListBucketMultipartUploads on {BUCKET} and s3:ListMultipartUploadParts on {OBJECTS}",
         None,
         None,
     ),
@@ -81,8 +81,8 @@ def test_each_check_names_the_right_that_it_needs(number: int, scheme: str) -> N
         if right is None:
             assert found.advice == "give the account of these credentials the right to do this"
         else:
-            assert f"{found.advice};".startswith(f"allow {right}")
-            assert ("'bucket' to this account" in found.advice) == (scheme != "s3")
+            account = "" if scheme == "s3" else " on the bucket 'bucket' to this account"
+            assert found.advice.partition(";")[0] == f"allow {right}{account}"
         assert ("sign_payload" in found.advice) == ((check.name, scheme) == ("put", "s3"))
     folder = failure(parse_url("file:///run"), check, errors.PermissionDeniedError("denied"))
     assert "read and write /run" in folder.advice
