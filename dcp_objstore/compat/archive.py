@@ -120,8 +120,7 @@ class Archive:
                     extra, size_bytes, packed_bytes, header_start
                 )
             name = bytes(self._body[name_start:extra_start]).decode("utf-8", "replace").lower()
-            if name in self.records:
-                raise ArchiveError("it has two records of one name")
+
             if not self.records:  # as torch does, which reads all names below that folder
                 self.root = name.partition("/")[0]
             start = self._data_start(header_start)
@@ -132,7 +131,7 @@ class Archive:
             if not (is_packed or is_stored):
                 raise ArchiveError("a record is packed in an unknown way")
             self.records[name] = Record(start, start + packed_bytes, size_bytes, is_packed)
-        if len(self.records) != directory.record_count:
+        if len(self.records) != directory.record_count:  # or two have the same name
             raise ArchiveError("its directory is damaged")
         if self.unpacked_bytes > _MOST_PACKED * len(self._body):
             raise ArchiveError("its records say that they are larger than they can be")

@@ -47,7 +47,7 @@ _DIALECT: Final = Dialect(
     max_marks=5_000,
 )
 _MAX_GLOBALS: Final = 1_000  # the most different ones
-_Arguments = tuple[object, ...]
+_Arguments = tuple[Any, ...]
 _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 _QUANTIZED: Final = "torch._utils._rebuild_qtensor"
 # Calls that take a size as well as data; `torch.save` makes none of them.
@@ -230,10 +230,8 @@ class _DryUnpickler(pickle.Unpickler):
         # _rebuild_qtensor(storage, storage_offset, size, ...) allocates before it looks whether the
         # storage is large enough. A byte has up to four elements (quint2x4).
         if name == _QUANTIZED:
-            shape = args[2]
-            if type(shape) is not tuple:
-                raise HostilePickleError("a quantized tensor has no shape")
-            if math.prod(size for size in shape if type(size) is int) > 4 * self.stored_bytes:
+            sizes = [size for size in args[2] if type(size) is int]
+            if math.prod(sizes) > 4 * self.stored_bytes:
                 raise HostilePickleError("a quantized tensor is larger than what is stored")
         # _rebuild_from_type_v2(function, type, arguments, state) calls the function.
         if name == _FROM_TYPE:

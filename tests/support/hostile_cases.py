@@ -547,7 +547,7 @@ GOOD = h.saved(torch.zeros(2, 3))
 # Not archives, or none with a whole pickle.
 BROKEN: dict[str, Any] = {
     "empty": b"", "only the start": b"PK\3\4", "half": GOOD[: len(GOOD) // 2], "trailing": GOOD + b"x",
-    "comment": lambda: GOOD[:-2] + b"\1\0x", "front": b"PK\3\4" + GOOD, "zeros": bytes(100),
+    "comment": lambda: GOOD[:-2] + b"\1\0x", "comment that is cut off": GOOD[:-2] + b"\1\0", "front": b"PK\3\4" + GOOD, "zeros": bytes(100),
     "two of one name": lambda: h.archive(b"\x80\x02K\7.", {"data.pkl": b"\x80\x02K\x08."}),
     "two but for case": lambda: h.archive(b"\x80\x02K\7.", {"DATA.pkl": b"\x80\x02K\x08."}),
     "no data.pkl": lambda: h.archive(b"\x80\x02K\7.").replace(b"data.pkl", b"dato.pkl"),
