@@ -233,8 +233,8 @@ class Training:
         """Do one step, whose sequences depend on its number alone; return the mean loss of all."""
         generator = torch.Generator().manual_seed(step)
         last = len(self._text) - _CONTEXT - 1
-        starts = torch.randint(last, (self._sequences,), generator=generator).tolist()
-        own_starts = starts[dist.get_rank() :: dist.get_world_size()]
+        starts = torch.randint(last, (self._sequences,), generator=generator, device="cpu")
+        own_starts = starts.tolist()[dist.get_rank() :: dist.get_world_size()]
         batch = torch.stack([self._text[start : start + _CONTEXT + 1] for start in own_starts])
         batch = batch.long().to(self._device)
         loss = functional.cross_entropy(self.model(batch[:, :-1]), batch[:, -1])
