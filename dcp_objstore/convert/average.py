@@ -269,7 +269,9 @@ def _averaged(spec: StoreSpec, stored: StoredCheckpoint, keys: Patterns) -> dict
 
     Raises:
         UnsupportedError: another library wrote the input.
-        StateMismatchError: `keys` selects a tensor that has no average.
+        StateMismatchError: `keys` selects a tensor that has no average, or one of `keys` matches
+            nothing.
+        ConfigError: one of `keys` is not a `str`.
     """
     if stored.index is None:
         raise UnsupportedError(
@@ -297,7 +299,7 @@ def _averaged(spec: StoreSpec, stored: StoredCheckpoint, keys: Patterns) -> dict
                     key=key,
                 )
             averaged[key] = saved
-    except InputError as error:
+    except InputError as error:  # a StateMismatchError or ConfigError, which lacks the URL
         raise error.at(url=spec.url) from None
     return averaged
 
@@ -337,8 +339,9 @@ class _Averages(Source):
     def slabs(self) -> Iterator[Slab]:
         """Cut the tensors along the chunks of the newest input.
 
-        If all inputs have these chunks, they come in the order in which they are stored. Otherwise
-        those of a tensor stay together, because other inputs have their elements in one block.
+        If all inputs have the same chunks, the slabs come in the order in which the newest input
+        stores the chunks. Otherwise the slabs of a tensor stay together, because another input may
+        have elements of several of them in one block.
         """
         newest = self._inputs[-1].stored
         chunks: list[_Chunk] = []
@@ -353,7 +356,7 @@ class _Averages(Source):
             chunks.sort(key=place)
         for key, box, _ in chunks:
             dtype = self.tensors[key].dtype
-            # A slab whose sum has SUM_BYTES in the dtype of the sum.
+            # `SUM_BYTES` limits the size in the dtype of the sum, and `cut` counts in `dtype`.
             most_bytes = SUM_BYTES * dtype.itemsize // self._sum_dtypes[key].itemsize
             for slab in cut(key, box.sizes, dtype, most_bytes=most_bytes):
                 offsets = map(operator.add, box.offsets, slab.box.offsets)
@@ -409,9 +412,10 @@ class _AveragePlanner(SourcePlanner):
         """Override `SourcePlanner.make_items`: each rank has one stretch of the slabs.
 
         All slabs one after the other are cut into as many equal stretches as there are ranks. A
-        slab is the rank's in whose stretch it begins.
+        rank writes the slabs that begin in its stretch.
         """
-        items = [item for item in super().make_items() if not self._is_read(item)]  # the counters
+        # Of the base class, only the items of the values: its slabs are cut in another way.
+        items = [item for item in super().make_items() if not self._is_read(item)]
         slabs = list(self._averages.slabs())
         total_bytes, start = sum(slab.size_bytes for slab in slabs), 0
         for slab in slabs:

@@ -67,6 +67,7 @@ def named_files(
     """
     files: list[PlannedFile] = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+        # Without suffixes, the whole path counts as a folder, so this is its URL.
         url = folder_and_name(path, ())[0].rstrip("/")
         copies = _copies(url, spec_of)
         if not copies:
@@ -82,7 +83,8 @@ def named_files(
 def _copies(url: str, spec_of: Callable[[str], StoreSpec]) -> list[PlannedFile]:
     """Return a copy of the object at a URL, or of what is in that folder, or matches the pattern.
 
-    Only the object itself may be weights.
+    The first of the three that brings a file counts. A file of weights is only copied if the URL is
+    that of the file itself.
     """
     folder, _, name = url.rpartition("/")
     if folder.endswith("/"):  # the URL is that of a bucket, such as "s3://bucket"
@@ -150,8 +152,9 @@ def trainer_files(checkpoint: Checkpoint) -> list[PlannedFile]:
         return []
     try:
         value: Any = checkpoint[_TRAINER_KEY].read()
-    except UntrustedPickleError:  # not a Trainer's
+    except UntrustedPickleError:  # another program's: a Trainer's value has only strings and bytes
         return []
+    # A Trainer saves a tuple of one mapping.
     files = value[0] if isinstance(value, tuple) and len(value) == 1 else None
     if not isinstance(files, Mapping):
         return []

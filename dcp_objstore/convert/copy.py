@@ -183,6 +183,7 @@ def copy_checkpoint(
     target = StoreSpec(url, storage_options, config)
     channel = EventSettings(on_event, trace).channel("save", target.url, *rank_and_world_size())
     channel.show(bar=progress, summary=True)
+    # As rank 0, the coordinator: this process saves alone, and commits.
     save = Save(target, 0, True, channel, world_size=marker.world_size)
     reports: list[SaveReport] = []
     copy = _Copy(spec, stored, on_store=not streamed and _on_one_store(spec, target))
@@ -251,7 +252,8 @@ class _Copy:
     def upload(self, save: Save) -> tuple[ix.Index, list[StoredObject]]:
         """Upload what is not there yet; return the index of the copy, and its objects.
 
-        An object is there from an earlier copy, or the store copies it, or it is streamed.
+        Each object is there already from an earlier copy, or the store copies it, or it is streamed
+        through this process.
         """
         channel, objects, config = save.channel, self._index.objects, self._config
         copied = self._of_earlier_copies(save)
@@ -284,12 +286,16 @@ class _Copy:
         return replace(self._index, objects=entries, storage=storage), in_order
 
     def _of_earlier_copies(self, save: Save) -> dict[int, StoredObject]:
-        """Return the objects that interrupted copies have sent, by number. At most one listing."""
+        """Return the objects that interrupted copies have sent, by number.
+
+        Takes at most one listing.
+        """
         assert save.token is not None
         store = save.open()
         had_marker = save.token.version is not None
-        # See the module: if there was a marker, or without fences, a sweep may remove the objects
-        # before the commit. Without atomic PUTs, an object that is listed may not be whole.
+        # As the module says: if there was a marker, or the store has no conditional writes, a sweep
+        # may remove these objects before the commit. If the store shows an object while it is still
+        # written, an object that is listed may not be whole.
         if had_marker or not save.fenced or not store.capabilities.atomic_put:
             return {}
         fingerprints = {self._streamed_fingerprint}
@@ -301,6 +307,8 @@ class _Copy:
             name = parse_data_key(meta.key)
             if name is None or name.nonce[len(save.nonce) :] not in fingerprints:
                 continue  # the fingerprint stands behind the nonce of a save
+            # The ETag in an index is what the store reported after the upload, which is not known
+            # here; and this copy has sent no parts of the object.
             if name.number < len(objects) and meta.size_bytes == objects[name.number].size_bytes:
                 entry = msgspec.structs.replace(objects[name.number], key=meta.key, e_tag=None)
                 present[name.number] = StoredObject(entry, parts=0, url=save.spec.url)
@@ -312,8 +320,8 @@ class _Copy:
         Objects without an ETag in the index are left out: nothing would show that they changed.
         """
         objects = self._index.objects
-        # New names: a key is never written twice, and the answer of a copy that failed may
-        # only have been lost.
+        # These keys are used only here. A copy that seems to have failed may have arrived all the
+        # same, and no key is written twice, so the streamed object gets another one.
         nonce = new_nonce() + self._on_store_fingerprint
         number_of = {
             data_key(0, number, nonce): number for number in numbers if objects[number].e_tag
@@ -350,6 +358,7 @@ class _Copy:
         limits = at_most(config.upload_concurrency), at_most(config.download_concurrency)
         # All threads together keep to the limits of the configuration.
         threads = min(_MOST_CONCURRENT_OBJECTS, len(numbers), *limits)
+        # With "auto", `_send` limits the parts of each thread by their memory.
         if config.upload_concurrency != "auto":
             config = replace(config, upload_concurrency=config.upload_concurrency // threads)
 
@@ -384,7 +393,7 @@ class _Copy:
     ) -> StoredObject:
         """Stream one object, within a thread's share of the limits; return what was written.
 
-        Half of the memory is for what is read, and half for what is uploaded.
+        Half of the thread's memory is for what is read, and half for what is uploaded.
 
         Args:
             save: the save that the object becomes part of.
@@ -421,17 +430,28 @@ class _Copy:
         reads: int,
         progress: Progress,
     ) -> Iterator[ByteArray]:
-        """Yield an object front to back; raise before its end if its framing is damaged."""
+        """Yield the bytes of an object front to back. `_read` has compared its blocks.
+
+        Args:
+            entry: the object in the source's index.
+            windows: the requests, front to back, without a gap.
+            reads: the number of windows that are read ahead.
+            progress: the object that stops the copy.
+
+        Raises:
+            CheckpointCorruptError: the bytes between its blocks are damaged. Raised before the
+                iterator ends, so that the upload never completes.
+        """
         framing = BlockDigest()
         read = partial(self._read, progress)
         with closing(ahead(windows, read, reads, progress.check_stopped)) as arriving:
             for window in windows:
                 memory = next(arriving)
                 for span in window.spans:
-                    if span.tag.digest is None:  # not a block
+                    if span.tag.digest is None:  # bytes between blocks
                         framing.update(memory[span.start - window.start : span.end - window.start])
                 yield memory
-                del memory  # while the next one is awaited
+                del memory  # it is freed before the next window arrives
         if framing.digest() != entry.framing_digest:
             raise CheckpointCorruptError(
                 "the bytes around its tensors differ from what was saved; nothing was committed",
@@ -458,7 +478,7 @@ class _Copy:
                         key=span.tag.key,
                         url=self._source.url,
                     )
-            progress.alive()  # for the upload, which waits for this
+            progress.alive()  # the upload waits for these bytes, so it has not stalled
 
         with closing(
             fetch_ranges(
@@ -467,13 +487,14 @@ class _Copy:
                 [window],
                 compare,
                 config=self._config,
+                # Not the copy's own object, which counts the bytes that are uploaded.
                 progress=Progress(self._config.stall_timeout_seconds),
                 admit=lambda *_: memoryview(memory),
                 explain=self._explain,
             )
         ) as arriving:
             for _ in arriving:
-                pass
+                pass  # `compare` has the body
         return memory
 
     def _explain(self, window: RangeRequest[Piece], error: DcpObjstoreError) -> DcpObjstoreError:

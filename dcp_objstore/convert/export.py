@@ -212,6 +212,7 @@ def export_checkpoint(
         stored = open_once(
             partial(open_stored_checkpoint, source, verify=verify), group, source.url
         )
+        # The first rank chooses the names of shards for all ranks. A single file has no shards.
         stem = on_first(lambda: STEM if name else _stem(target), target.url, group)
         plan, refused = capture(
             lambda: _plan(
@@ -239,6 +240,7 @@ def export_checkpoint(
         channel.show(bar=progress and is_first(group), summary=False)
         with channel.watching():
             sizes = FolderWriter(target, plan, channel, group).run(overwrite=overwrite)
+    # The report has URLs if `out` is a URL, and paths if it is a path.
     root = target.url if "://" in str(out) else target.url.removeprefix("file://")
     return ExportReport(
         url=source.url,
@@ -256,8 +258,8 @@ def _group(
     """Return the group for the collectives of an export; None if this process is alone."""
     if process_group is None:
         return None
-    # `sync_group(None)` makes a gloo group of all ranks: the default group may be NCCL's, and the
-    # training uses it.
+    # For the default group, `sync_group(None)` makes a gloo group of all ranks, because the default
+    # group itself may be NCCL's, and the training uses it.
     is_default = process_group is dist.group.WORLD
     return sync_group(None if is_default else process_group, config)
 
@@ -297,17 +299,22 @@ def _plan(
     Args:
         checkpoint: the opened checkpoint.
         name: name of the one file to write; None for a folder of safetensors.
-        keys: the keys to write.
+        keys: the keys to write; None: all.
         rename: rules for their names in the files.
-        dtype: dtype of floating-point tensors.
+        dtype: dtype of floating-point tensors; None: as saved.
         most_bytes: size at which another shard begins.
         stem: what the names of shards begin with.
         copied: returns the files to copy; called on the first rank.
-        group: the ranks that write.
+        group: the ranks that write; None if this process is alone.
         trust_pickle: as for `export_checkpoint`.
+
+    Raises:
+        InputError: there is nothing to write, nothing to copy, or `rename` does not fit an adapter.
+        UnsupportedError: the format cannot hold a tensor.
     """
     is_torch = name is not None and name.endswith(TORCH_SUFFIXES)
     selected = None if keys is None else checkpoint.matching(keys)
+    # PEFT's own form is a folder; one file gets the adapter's tensors as any others.
     adapter = adapter_folder(checkpoint, selected) if name is None else None
     if adapter and rename:
         raise InputError(
@@ -317,6 +324,7 @@ def _plan(
         )
     if adapter:
         selected = list(adapter.names)
+    # Only a torch.save file holds values, and the first rank writes it.
     source = CheckpointSource(checkpoint, selected, values=is_torch and is_first(group))
     names = adapter.names if adapter else new_names(source.keys, rename)
     tensors = {
@@ -336,7 +344,7 @@ def _plan(
     elif name is None:
         shard_files, deciding = shards(tensors, names, most_bytes, stem, count_ranks(group))
         after_shards = [deciding]
-    elif is_torch and is_first(group):
+    elif is_torch and is_first(group):  # the other ranks have no values to make this file of
         nest = partial(_renamed_values, names) if rename else checkpoint.nested
         if name.endswith(".ckpt") and META_KEY in source.values and not rename:
             nest = partial(nest_for_lightning, checkpoint.nested, trust_pickle=trust_pickle)
@@ -353,7 +361,9 @@ def _plan(
             small_files += [file for file in from_checkpoint if file.name not in copied_names]
         after_shards = small_files + after_shards
     else:
-        after_shards = []  # planned all the same: every rank refuses what the first one refuses
+        # The first rank writes these files. This one has planned them only to refuse what that one
+        # refuses, too.
+        after_shards = []
     dtypes = [str(info.dtype) for info in tensors.values()]
     return ExportPlan(
         source=source,

@@ -1,27 +1,27 @@
 """The files of an export in their folder: written, and removed again if that fails on any rank.
 
-**The deciding file** makes the others count: the index of shards, or the only file of weights.
-Two exports may write to one folder at the same time. The first to put its deciding file wins. The
-other one raises `LostRaceError`, removes its own weights, and spoils nothing of the winner. The
-steps of an export, which `FolderWriter.run` goes through:
+**The deciding file** is put last and makes the others count: the index of shards, or the only file
+of weights. Two exports may write to one folder at the same time. The first to put its deciding file
+wins. The other one raises `LostRaceError`, removes its own weights, and spoils nothing of the
+winner. These are the steps of an export, which `FolderWriter.run` goes through:
 
 1. Look: note the files that it will replace or remove, each with its version (`_earlier`). Without
    `overwrite`, one such file ends the export.
 2. Claim: in a folder without weights, create `model.safetensors.claim`, which only one of two
-   exports can, and call the shards `model-00001-of-00003.safetensors`. Where weights are, nothing
-   is claimed, and the shards have 8 random digits in their names. So no two exports write to one
-   shard.
+   exports can, and call the shards `model-00001-of-00003.safetensors`. Where weights are (a claim
+   counts as such), nothing is claimed, and the shards have 8 random digits in their names. So no
+   two exports write to one shard.
 3. Write the shards, then small files such as config.json, and last the deciding file. Before each
-   file, the deciding file must be as in step 1. A file that is no shard is put on the condition
-   that it is as in step 1, too. (In parts there are no conditions: of two exports that write one
-   large file, the last to end stays.)
+   file is written, the deciding file must be as in step 1. Each file that is no shard is put on the
+   condition that the file of its name is as in step 1, too. (A large file is sent in parts, which
+   have no condition: of two exports that write one large file, the last to end stays.)
 4. Compare. Right before the deciding file is put, all others must be as this export has written
    them. An index and `model.safetensors` are both deciding files, and no condition covers the two:
    whoever has put one of them looks for the other, and the index wins.
-5. Clean up: remove the claim, and what step 1 has noted and nothing has replaced. An export that
-   fails removes what it has written, and puts back what it has replaced. Either way it changes a
-   file only while that is as noted. A store cannot delete on a condition, so a look comes right
-   before.
+5. Clean up: remove the claim, and the files that step 1 has noted and this export has not replaced.
+   An export that fails removes what it has written, and puts back what it has replaced. Either way
+   it touches a file only while that has the version that was noted. A store cannot delete on a
+   condition, so the version is looked up right before.
 
 Where the store has no conditional writes, exports to one folder must not overlap.
 """
@@ -138,12 +138,13 @@ class FolderWriter:
         self._progress = Progress(spec.config.stall_timeout_seconds, channel)
         # The files of an earlier export that are replaced or removed (step 1), by name.
         self._earlier: dict[str, ObjectMeta] = {}
-        # The version of each file that this rank has written; None while it is written, or if it is
-        # not known whether it arrived. (One that Ctrl-C has not stopped in time arrives yet.)
+        # The version of each file that this rank has begun to write. It is None until the file has
+        # arrived, and stays None if it is not known whether the file there is this export's. (A
+        # request that Ctrl-C did not stop in time may still arrive after the clean-up.)
         self._written: dict[str, Version | None] = {}
         # The content of the files that this rank has replaced, to be put back if the export fails.
         self._replaced: dict[str, bytes] = {}
-        # The content of the claim, by which this export knows its own one.
+        # The random content of this export's claim, which tells it from the claim of another.
         self._claim_body = new_nonce().encode()
 
     def run(self, *, overwrite: bool) -> dict[str, int]:
@@ -155,6 +156,7 @@ class FolderWriter:
         try:
             on_first(self._claim, url, group)
             _, failed = capture(self._write_shards)
+            # On every rank, also if it has failed: otherwise the other ranks would wait for it.
             written_by_ranks = from_all(self._written, url, group)
             raise_on_all(failed, url, group)
             written = {name: by_rank[name] for by_rank in written_by_ranks for name in by_rank}
@@ -193,8 +195,12 @@ class FolderWriter:
     def _check_destination(self, *, overwrite: bool) -> tuple[dict[str, ObjectMeta], list[Path]]:
         """Return the existing files that the export replaces or removes, and the folders it makes.
 
+        Only a local folder has to be made, perhaps with folders above it; the innermost comes
+        first.
+
         Raises:
-            InputError: there are such files, and they are not to be replaced.
+            InputError: there are such files, and `overwrite` is False; or two files of this export
+                would have the same name.
         """
         names = self._plan.names
         if twice := [name for name in names if names.count(name) > 1]:
@@ -215,8 +221,9 @@ class FolderWriter:
     def _present(self) -> dict[str, ObjectMeta]:
         """Return the files that are there and that this export replaces or removes, by name.
 
-        The deciding files are looked at first. Another export that puts one later makes this export
-        fail; one that has put it before had written its shards by then, so the listing has them.
+        The deciding files are looked at first. If another export puts its deciding file after that
+        look, this export notices the change and fails. If it has put the file before, it had
+        written its shards by then, so the listing has them all.
         """
         deciding = [self._head(name) for name in self._deciding_names]
         names = {*self._plan.names, self._claim_name}
@@ -234,7 +241,9 @@ class FolderWriter:
             return None
 
     def _claim(self) -> None:
-        """Create the claim, if step 1 has found no weights (no file, if this export writes none).
+        """Create the claim, unless step 1 has found weights, or the claim of another export.
+
+        For an export of one file such as "w.pt", the files that it writes count instead of weights.
 
         Raises:
             LostRaceError: another export has begun or ended there since this one looked.
@@ -242,11 +251,12 @@ class FolderWriter:
         writes_weights = has_weights(self._plan.names)
         is_taken = has_weights(self._earlier) if writes_weights else bool(self._earlier)
         if is_taken:
-            # The names of shards were chosen before step 1, when the folder had no weights yet.
+            # Shards without random digits: their names were chosen shortly before step 1, when the
+            # folder had no weights. So another export came in between, and may use these names.
             if self._shard_names and self._plan.stem == STEM:
                 raise self._lost(min(self._earlier))
         elif self._conditions.conditional_create:
-            self._written[self._claim_name] = None
+            self._written[self._claim_name] = None  # `_Target.put` sets its version
             self._target(None, has_condition=True).put(self._claim_name, self._claim_body)
 
     @cached_property
@@ -275,6 +285,8 @@ class FolderWriter:
     def _finish(self, written_by_all: Mapping[str, Version | None]) -> dict[str, int]:
         """Write all other files, now that the shards are there; return the sizes of all files.
 
+        Called on the first rank.
+
         Args:
             written_by_all: the claim and the shards of all ranks, as `_written` has those of one.
         """
@@ -282,7 +294,7 @@ class FolderWriter:
         for file in small_files:
             self._write(file)
         written = {**written_by_all, **self._written}
-        sizes = self._sizes(written)
+        sizes = self._sizes(written)  # step 4: raises if one of these files has changed
         sizes[deciding.name] = self._write(deciding)
         self._check_other_deciding_file(deciding.name, written)
         return {name: sizes[name] for name in self._plan.names}
@@ -291,7 +303,7 @@ class FolderWriter:
         """Write one file from slabs that are read ahead; return its size in bytes.
 
         Raises:
-            LostRaceError: another export has ended, whose files this one would replace.
+            LostRaceError: since step 1, another export has changed a deciding file, or this file.
         """
         if (changed := self._changed_deciding_name()) is not None:
             raise self._lost(changed)
@@ -299,9 +311,9 @@ class FolderWriter:
         if earlier is not None and earlier.size_bytes <= _PUT_BACK_MOST_BYTES:
             body, _ = self._store.get(file.name, max_size_bytes=_PUT_BACK_MOST_BYTES)
             self._replaced[file.name] = body
-        self._written[file.name] = None  # `_Target` sets its version
+        self._written[file.name] = None  # `_Target` sets its version when it has arrived
         plan = plan_parts(file.size_bytes, self._spec.config.part_size_bytes)
-        # No other export has the names of shards.
+        # A shard needs no condition: no other export writes a file of its name (step 2).
         has_condition = file not in self._plan.own_shards
         with ExitStack() as reading:
             uploaded = upload_object(
@@ -323,8 +335,8 @@ class FolderWriter:
         Args:
             file: the file.
             slice_size_bytes: what the upload takes at a time.
-            reading: its end stops the reads. An upload that is tried again calls this once more,
-                which stops the reads of the earlier try.
+            reading: the caller closes it at the end, which stops the reads. An upload that is tried
+                again calls this method once more, which first stops the reads of the earlier try.
         """
         reading.close()
         source, tensors = self._plan.source, self._plan.tensors
@@ -344,14 +356,15 @@ class FolderWriter:
         return file.buffers(bytes_of)
 
     def _target(self, earlier: ObjectMeta | None, *, has_condition: bool) -> _Target:
-        """Return the folder for one file.
+        """Return the store through which one file is put.
 
         Args:
-            earlier: the file that step 1 has noted; None if there was none.
-            has_condition: whether it must still be there, unchanged (or not there).
+            earlier: the file of this name that step 1 has noted; None if there was none.
+            has_condition: whether to put the file only if the folder still has `earlier`, or still
+                has no file of this name.
         """
         is_fenced = False
-        if has_condition:  # otherwise no request is sent to try out the store
+        if has_condition:  # otherwise `_conditions` would send requests for nothing
             can = self._conditions
             is_fenced = can.conditional_update if earlier else can.conditional_create
         return _Target(self, earlier.version if earlier else None, is_fenced=is_fenced)
@@ -376,11 +389,14 @@ class FolderWriter:
         )
 
     def _sizes(self, written: Mapping[str, Version | None]) -> dict[str, int]:
-        """Return the sizes of files of this export.
+        """Return the sizes of files of this export, each of which must be as it was written.
+
+        Args:
+            written: the version of each file by its name; None if it is not known.
 
         Raises:
-            LostRaceError: one is not as this export has written it.
-            InputError: one of another rank is not there.
+            LostRaceError: a file was replaced, or one that this rank has written is gone.
+            InputError: a file that another rank has written is not there.
         """
         try:
             heads = in_waves(self._pinned(written).head, [*written])
@@ -410,8 +426,10 @@ class FolderWriter:
             raise self._lost(INDEX)
         one_file = self._head(ONE_FILE) if put == INDEX else None
         if one_file and self._has_changed(ONE_FILE, one_file):
+            # The index wins, unless the other export has already cleaned up and, before the index
+            # was there, taken shards of this export for leftovers: then `_sizes` raises.
             self._sizes(written)
-            self._earlier[ONE_FILE] = one_file  # which step 5 removes
+            self._earlier[ONE_FILE] = one_file  # so step 5 removes it
 
     def _pinned(self, written: Mapping[str, Version | None]) -> PinnedStore:
         """Return the store, which refuses files that are not as this export has written them."""
@@ -424,12 +442,14 @@ class FolderWriter:
     def _clean_up(self) -> None:
         """Remove the claim, and the files of an earlier export that were not replaced.
 
-        The index goes first, and nothing goes once there is another index: its shards may be among
-        what this export has taken for leftovers.
+        The earlier index goes first. Nothing more is removed once there is an index that is neither
+        the earlier one nor this export's: step 1 may have noted shards that belong to it.
         """
         if self._claim_name in self._written:
             self._remove_unchanged(self._claim_name, self._written[self._claim_name])
         earlier = {name: meta.version for name, meta in self._earlier.items()}
+        # The index of this export if it has put one, otherwise the earlier one; None if it is not
+        # known which version that is.
         known_index = self._written.get(INDEX, earlier.get(INDEX))
         for name in sorted(earlier.keys() - {*self._plan.names}, key=lambda name: name != INDEX):
             index = self._head(INDEX)
@@ -445,24 +465,28 @@ class FolderWriter:
             self._store.delete(name)
 
     def _remove_lock(self) -> None:
+        """Remove the lock file that the conditional writes of a local store leave in the folder."""
         if isinstance(self._store, LocalStore):
             self._store.remove_lock()
 
     def _undo(self, error: BaseException) -> None:
         """Remove the files that this rank has written, and put back those that it has replaced.
 
-        After a lost race, weights are only removed and small files only put back. The winner has
-        replaced the earlier weights. It may have written small files with the same bytes, which
-        look the same as those of this export.
+        After a lost race, weights are removed and not put back, because those of the winner have
+        replaced the earlier ones. Small files are put back where this export has replaced one, and
+        never removed: the winner may have written files with the same bytes, which look the same.
         """
         names = list(reversed(self._written))
         if self._group is not None and isinstance(error, RankFailedError):
-            if is_first(self._group):  # for the rank that has died
+            if is_first(self._group):
+                # A rank that has died cannot remove its shards, so this one does.
                 names += sorted(self._shard_names - {*names, *self._earlier})
             elif self._changed_deciding_name():
-                return  # the first rank has died, but after it had put the deciding file
+                # The first rank has put the deciding file. If it has died, the files count; if not,
+                # it removes all of them.
+                return
         small_names = {file.name for file in self._plan.after_shards[:-1]}
-        is_lost = type(error) is LostRaceError
+        is_lost = type(error) is LostRaceError  # not a subclass, which a read may raise
         unremoved = []
         for name in names:
             is_small = name in small_names
@@ -473,25 +497,34 @@ class FolderWriter:
                     may_put_back=not is_lost or is_small,
                 )
             except (ObjectNotFoundError, PreconditionFailedError):
-                continue
+                continue  # it is gone, or another export's: nothing to remove
             except DcpObjstoreError:
                 unremoved.append(name)
         if unremoved:
             error.add_note(f"{', '.join(unremoved)} could not be removed from {self._store.url}")
 
     def _undo_file(self, name: str, *, may_remove: bool, may_put_back: bool) -> None:
-        """Remove one file, or put back what it has replaced, if it is known to be of this export.
+        """Remove one file, or put back the file that it has replaced, if this export has put it.
+
+        An earlier file that was too large to be kept in memory cannot be put back; then the new one
+        stays.
+
+        Args:
+            name: the name of the file.
+            may_remove: whether the file may be removed, if it has replaced none.
+            may_put_back: whether the file that it has replaced is to be put back. If not, the new
+                file counts as one that has replaced none.
 
         Raises:
-            ObjectNotFoundError, PreconditionFailedError: it is not there, or is another's.
+            ObjectNotFoundError, PreconditionFailedError: it is not there, or is another export's.
         """
         version = self._written.get(name)
         if name.endswith(CLAIM_SUFFIX):
             if self._store.get(name, max_size_bytes=1024)[0] != self._claim_body:
-                return
+                return  # another export's claim
         elif version is None and name not in self._shard_names:
-            return  # another export may have put it: only shards have names that no other uses
-        self._pinned(self._written).head(name)
+            return  # it may be another export's file: only the names of shards are never shared
+        self._pinned(self._written).head(name)  # raises if the file is not as it was written
         if name not in self._earlier or not may_put_back:
             if may_remove:
                 self._store.delete(name)
@@ -507,10 +540,10 @@ class _Target(WrappedStore):
 
     Args:
         writer: the export, whose `_written` gets the version of the file when it arrives.
-        earlier: the version that the file must have when it is put in one request; None: there must
-            be no file.
-        is_fenced: whether that holds, and the store can refuse otherwise. If not, the file is put
-            whatever is there.
+        earlier: the version that the file there must have when the new one is put in one request;
+            None if there must be no file.
+        is_fenced: whether to put it on this condition, which the store can check. If not, the file
+            is put whatever is there.
     """
 
     def __init__(self, writer: FolderWriter, earlier: Version | None, *, is_fenced: bool) -> None:
@@ -529,7 +562,7 @@ class _Target(WrappedStore):
         """Write the file in one request.
 
         Raises:
-            LostRaceError: it is not in the state that was expected.
+            LostRaceError: the file there is not `earlier`, so another export has changed it.
             CommitUnknownError: the store did not say in time whether it arrived.
         """
         if not self._is_fenced:
@@ -550,9 +583,9 @@ class _Target(WrappedStore):
         )
         if not outcome.landed:
             raise self._writer._lost(key)
-        own_version = outcome.version
-        # The answer was lost, and a file with these bytes is there. Only an index is surely of this
-        # export: no other has these names of shards in it.
+        own_version = outcome.version  # None: no answer came, but a file with these bytes is there
+        # Another export may have put these bytes, so the version stays unknown. An index is surely
+        # this export's: no other index has these names of shards in it.
         if key == INDEX and outcome.stored:
             own_version = outcome.stored.version
         self._written[key] = own_version
@@ -575,7 +608,11 @@ class _Target(WrappedStore):
 
 
 def _read(store: ObjectStore, key: str, size_bytes: int) -> Stored[bytes] | None:
-    """Return a file and its state; no bytes of one of another size, and None if there is none."""
+    """Return a file of this size and its state; None if there is no file.
+
+    Of a file of another size no bytes are read: `compare_and_swap` only needs to know that it is
+    not the file that was put.
+    """
     try:
         meta = store.head(key)
         if meta.size_bytes != size_bytes:

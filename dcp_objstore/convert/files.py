@@ -142,14 +142,15 @@ def shards(
     groups = _groups(tensors, most_bytes)
     total_bytes = sum(map(tensor_bytes, tensors.values()))
     if ranks > 1:
-        # With 5 groups and 4 ranks, 8 shards: 2 for each rank.
+        # With 5 groups and 4 ranks, up to 8 shards: 2 for each rank.
         equal_count = ranks * -(-len(groups) // ranks)
         most_count = max(len(groups), min(equal_count, total_bytes // _LEAST_SHARD_BYTES))
 
         def is_enough(size_bytes: int) -> bool:
             return len(_groups(tensors, size_bytes)) <= most_count
 
-        # The least size of a shard with which there are no more: so they are as equal as can be.
+        # The least size of a shard with which there are at most `most_count`: so the shards are as
+        # equal as can be.
         groups = _groups(
             tensors, bisect_left(range(min(most_bytes, total_bytes)), True, key=is_enough)
         )
@@ -174,6 +175,7 @@ def _groups(tensors: Mapping[str, TensorInfo], most_bytes: int) -> list[list[str
     for key, info in tensors.items():
         size_bytes = tensor_bytes(info)
         filled_bytes += size_bytes
+        # A tensor that is larger than a shard gets one of its own.
         if groups[-1] and filled_bytes > most_bytes:
             groups.append([])
             filled_bytes = size_bytes
@@ -217,14 +219,17 @@ def torch_file(
         UnsupportedError: the object is nested too deep for pickle, or a tensor is too large.
     """
     placeholders = {key: _without_memory(key, info) for key, info in tensors.items()}
-    keys = {tensor.data_ptr(): key for key, tensor in placeholders.items() if tensor.numel()}
+    # Storages are told apart by their addresses. Empty ones are left out here and by the finder,
+    # because they have no place in the file.
+    key_at = {tensor.data_ptr(): key for key, tensor in placeholders.items() if tensor.numel()}
     value = nest(placeholders)
     finder = _StorageFinder()
     try:
         finder.dump(value)
-        # What each storage holds: the key of a tensor; or memory, if it is part of a value.
+        # The content of each storage, in the order of the file: the key of the tensor whose memory
+        # goes there; or the memory itself, if the storage is part of a value.
         storages = finder.storages.items()
-        contents = [keys.get(address) or _memory(storage) for address, storage in storages]
+        contents = [key_at.get(address) or _memory(storage) for address, storage in storages]
         frames = framing(value)  # the bytes before each storage, and those after the last one
     except RecursionError:
         text = (
@@ -234,6 +239,7 @@ def torch_file(
         raise UnsupportedError(text) from None
 
     def buffers(tensor: TensorBytes) -> Iterator[ByteArray]:
+        # No content follows the last frame.
         for frame, content in zip(frames, [*contents, None], strict=True):
             yield np.frombuffer(frame, np.uint8)
             if isinstance(content, str):
@@ -247,11 +253,19 @@ def torch_file(
 
 
 def _without_memory(key: str, info: TensorInfo) -> torch.Tensor:
-    """Return a tensor that may be larger than the memory of the host. It cannot be written to."""
+    """Return a tensor that has an address and takes no memory, so it may be larger than the host's.
+
+    It must not be read or written.
+
+    Raises:
+        UnsupportedError: the host has no addresses for so many bytes.
+    """
     size_bytes = tensor_bytes(info)
-    if size_bytes <= _SMALL_BYTES:  # a mapping each would soon reach the limit of a process
+    if size_bytes <= _SMALL_BYTES:
+        # Its pages are never touched. A mapping for each small tensor would soon reach the number
+        # of mappings that a process may have.
         return torch.empty(info.shape, dtype=info.dtype, device="cpu")
-    # The kernel does not count what is private and read-only.
+    # The kernel does not count a private read-only mapping as memory that may be needed.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
         reserved = mmap.mmap(-1, size_bytes, flags, mmap.PROT_READ)

@@ -69,7 +69,7 @@ def adapter_folder(checkpoint: Checkpoint, keys: Iterable[str] | None) -> Adapte
         UnsupportedError: PEFT computes a tensor that it would write.
     """
     adapters = _adapters(checkpoint)
-    if keys is None:
+    if keys is None:  # "default" if there is such an adapter, otherwise the first one
         selected = [name for name in ("default", *adapters) if name in adapters][:1]
     else:
         selected = [name for name in adapters if not {*keys}.isdisjoint(_names(adapters[name]))]
@@ -82,7 +82,7 @@ def adapter_folder(checkpoint: Checkpoint, keys: Iterable[str] | None) -> Adapte
     if not selected:
         return None
     adapter = adapters[selected[0]]
-    if None in adapter.names.values():
+    if None in adapter.names.values():  # None stands for a tensor that PEFT computes
         raise UnsupportedError(
             "PEFT computes what it writes of this adapter: load it into the model and call"
             " save_pretrained",
@@ -104,7 +104,9 @@ def _adapters(checkpoint: Checkpoint) -> dict[str, Adapter]:
     try:
         value: Any = checkpoint[DESCRIPTION_KEY].read()
         return msgspec.json.decode(value, type=dict[str, Adapter])
-    except (UntrustedPickleError, TypeError, msgspec.DecodeError):  # the key is another program's
+    except (UntrustedPickleError, TypeError, msgspec.DecodeError):
+        # Another program has saved something else under this key: a value that could run code, or
+        # that is no text, or text that is no such description.
         return {}
 
 
@@ -136,6 +138,7 @@ def nest_for_lightning(
     parts = nest(flat)
     body = parts.pop(META_KEY)
     check_safe(body, META_KEY, trust_pickle=trust_pickle)
+    # Without `trust_pickle`, `check_safe` has made sure that this runs no code.
     meta = unpickled(io.BytesIO(body), weights_only=False)
     if _TRAINER_KEY not in meta:
         return {**parts, **meta}  # a checkpoint of Fabric

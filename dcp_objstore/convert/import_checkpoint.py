@@ -169,15 +169,17 @@ class SourcePlanner(AgreeingSavePlanner):
             name: source.paths.get(key, (name,)) if name == key else (name,)
             for key, name in names.items()
         }
-        self._tensors = source.stream((), self._check)  # until `finish_plan`
+        # No tensors: `finish_plan` knows which ones are read, and in what order.
+        self._tensors = source.stream((), self._check)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """Override `DefaultSavePlanner.set_up_planner`: do not flatten what is flat.
+        """Override `DefaultSavePlanner.set_up_planner`: do not flatten the state dict.
 
-        A value may be a dict (of a checkpoint that was not flattened), or contain itself. The
-        option is on again afterwards: then the index has the paths of the keys.
+        It is flat already, and a value in it must stay as it is: it may be a dict (of a checkpoint
+        that was saved without flattening), or contain itself. The option is on again afterwards,
+        because only then does the index get the paths of the keys.
         """
         self.flatten_state_dict = self.flatten_sharded_tensors = False
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
@@ -227,6 +229,7 @@ class SourcePlanner(AgreeingSavePlanner):
         """Override `DefaultSavePlanner.resolve_data`; called in the order of upload."""
         if not self._is_read(write_item) or write_item.tensor_data is None:
             return super().resolve_data(write_item)
+        # Only the size counts here, so the slab need not have the key of the source.
         slab = _slab(write_item, write_item.index.fqn)
         if slab.size_bytes:
             return next(self._tensors)
@@ -297,7 +300,7 @@ def _open_source(
 
 @contextmanager
 def _downloaded(store: ObjectStore, name: str) -> Iterator[Path]:
-    """Return the path of an object, downloaded to a temporary folder."""
+    """Yield the path of an object, downloaded to a folder that is removed at the end."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
         pieces = pieces_of(store, name, store.head(name).size_bytes)
@@ -306,16 +309,17 @@ def _downloaded(store: ObjectStore, name: str) -> Iterator[Path]:
                 for piece in pieces:
                     file.write(piece)
         except DcpObjstoreError:
-            raise  # some are OSErrors, too
-        except OSError as error:  # of the temporary folder
+            raise  # an error of the store; some of these are OSErrors, too
+        except OSError as error:  # an error of the temporary folder
             raise of_os(error).at(object_key=name, url=f"file://{folder}") from error
         yield path
 
 
 def _is_mappable(path: Path, trust_pickle: bool) -> bool:
-    """Return whether a `torch.save` file can be mapped; check what torch does not.
+    """Return whether a `torch.save` file can be mapped; refuse a file that would harm torch.
 
-    It cannot if its records are packed: torch would take the packed bytes for the tensors' memory.
+    It cannot be mapped if its records are packed: torch would take the packed bytes for the
+    tensors' memory.
 
     Raises:
         ArchiveError, HostilePickleError, ValueError: it is not such a file, or torch would allocate
@@ -345,22 +349,24 @@ def _loaded(path: Path, trust_pickle: bool) -> dict[str, Any]:
     Raises:
         ObjectNotFoundError: there is no such file.
         UntrustedPickleError: it has what only `trust_pickle` allows.
-        CheckpointCorruptError: it is damaged, cut off, or no such file.
+        CheckpointCorruptError: it is damaged, cut off, or not a `torch.save` file.
         InputError: it cannot be read, or holds no dict.
     """
+    # With `trust_pickle` the file may run code, whose errors of other types are not caught.
     of_damage = _DAMAGED if trust_pickle else (Exception,)
     try:
         is_mapped = _is_mappable(path, trust_pickle)
         state = unpickled(path, mmap=is_mapped, weights_only=not trust_pickle)
     except FileNotFoundError:
         raise ObjectNotFoundError(f"there is no file {path}", object_key=path.name) from None
-    except MemoryError:
+    except MemoryError:  # says nothing of the file
         raise
     except of_damage as error:
-        # EINVAL is of a file that is cut off: mmap refuses a position behind its end.
+        # An OSError is of the disk, except EINVAL: mmap raises it for a position behind the end of
+        # a file that is cut off.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise InputError(f"{path} cannot be read: {error.strerror}") from error
-        # Those of a list or a memo say only a number, that of an empty pickle nothing.
+        # The text of an IndexError or KeyError may be only a number, that of an EOFError empty.
         says_little = isinstance(error, LookupError | EOFError)
         text = repr(error) if says_little else str(error).partition("\n")[0]
         if isinstance(error, UnpicklingError | HostilePickleError) and not trust_pickle:

@@ -92,7 +92,7 @@ class CheckpointSource(Source):
                 continue
             if entry.dtype is None:
                 raise UnsupportedError("this version does not know the dtype", key=key)
-            new_tensor(key, (), entry.dtype, "meta")  # refuses what no new tensor can hold
+            new_tensor(key, (), entry.dtype, "meta")  # raises if no tensor of the dtype can be made
             starts = tuple(sorted({offsets[0] for offsets, _ in entry.chunks if offsets}))
             tensors[key] = TensorInfo(entry.shape, entry.dtype, starts)
         self.tensors = tensors
@@ -140,7 +140,8 @@ class TorchSource(Source):
     def read(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
         """Return views of the tensors in memory; copies if the file may change.
 
-        Once a copy was made and the file is unchanged, no later change can reach it.
+        The file is checked after the copies were made: if it is unchanged then, no later change can
+        reach them.
         """
         views = [narrow(self._tensors[slab.key], slab.box) for slab in slabs]
         if self._check_unchanged is None:

@@ -125,11 +125,12 @@ def weighted_sums(
     run_in_thread(read, "sums")
     try:
         for number, window in enumerate(windows):
-            slots.allow(number + _WINDOWS_AHEAD)
+            slots.allow(number + _WINDOWS_AHEAD)  # the number of the last window that is read now
             for one_sum in window:
                 yield one_sum.take(check)
     finally:
-        progress.stop(GeneratorExit())  # which ends the thread, if this generator is closed early
+        # If this generator is closed early, the thread still reads; this ends it.
+        progress.stop(GeneratorExit())
 
 
 class _ArrivedBlock(NamedTuple):
@@ -157,8 +158,8 @@ class _Sum:
         self._expected_terms: list[_Term] = []
         # The number of the input whose blocks are added now.
         self._current = 0
-        # By the number of the input: how many blocks are still to be added, and those of later
-        # inputs that have arrived already.
+        # By the number of the input: how many of its blocks are still to be added; and the blocks
+        # that have arrived before it was the input's turn.
         self._missing = [0] * inputs
         self._early: list[deque[_ArrivedBlock]] = [deque() for _ in range(inputs)]
 
@@ -202,6 +203,7 @@ class _Sum:
                 self._missing[current] -= added
                 if self._missing[current]:
                     return  # another thread adds the rest of this input, and goes on
+                # This was the last block of the input. Now those of the next one that were kept.
                 self._current = current = current + 1
                 if current < len(self._missing):
                     ready, self._early[current] = self._early[current], ready
@@ -290,7 +292,10 @@ def _new_tensor(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _rounded(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum in the dtype in which it is stored."""
+    """Return the sum in the dtype in which it is stored.
+
+    It goes in pieces that are too small for torch to start a team of threads.
+    """
     if total.dtype == dtype:
         return total
     rounded = _new_tensor(total.shape, dtype)
@@ -308,7 +313,8 @@ class _Slots:
     """
 
     def __init__(self, config: TransferConfig) -> None:
-        # Re-entrant: memory may die in a thread that holds it.
+        # Its lock is re-entrant: a slot's memory may die, and so call `_put_back`, in a thread that
+        # holds the lock.
         self._changed = threading.Condition()
         self._size_bytes = config.request_size_bytes
         count = max(1, config.memory_budget_bytes // self._size_bytes)
@@ -339,7 +345,8 @@ class _Slots:
             while not self.may_begin(request):
                 progress.check_stopped()
                 if self._waiting[0][1] > self._last_window:
-                    progress.alive()  # the upload is slower, and looks after itself
+                    # The reads wait for the upload, so they have not stalled.
+                    progress.alive()
                 self._changed.wait(STEP_SECONDS)
             self._waiting.popleft()
             slot = self._free.pop()
@@ -408,7 +415,7 @@ def _read(
         except CheckpointCorruptError as error:
             key = keys[request.object_number].partition("/")[2]
             raise error.at(object_key=key, url=stores[input_of(request)].url) from None
-        request.spans.clear()  # the plan would keep the sums
+        request.spans.clear()  # `requests` would keep the sums in memory through the spans
 
     def explain(request: RangeRequest[Block], error: DcpObjstoreError) -> DcpObjstoreError:
         number = input_of(request)
@@ -434,7 +441,7 @@ def _read(
             explain=explain,
         )
         with closing(arriving):
-            deque(arriving, maxlen=0)  # to the end; `take_in` has what arrives
+            deque(arriving, maxlen=0)  # go on to the end; `take_in` has got the blocks
 
 
 def _planned(
