@@ -123,7 +123,9 @@ class Standing(NamedTuple):
 
 
 def read_standing(run: ObjectStore, open_step: OpenBelow, *, expected: bool = False) -> Standing:
-    """Read which claims count. One GET of `_CLAIM`; another of a marker if a job is going back.
+    """Read which claims count in a run (rule C3). One GET of `_CLAIM`, and perhaps one of a marker.
+
+    If `_CLAIM` names a step in `going_back`, the marker of that step decides, by `base_by`.
 
     Args:
         expected: `_CLAIM` is known to be there.
@@ -221,7 +223,7 @@ def list_by_prefix(
 
     Args:
         all_data: keep all data objects, of which 10,000 ranks write 70,000 in each step. Default:
-            one of this library's for each prefix, which shows that there are some.
+            only the first one at each prefix, which shows that there are some.
     """
     objects_at: dict[str, dict[str, ObjectMeta]] = defaultdict(dict)
     with_data: set[str] = set()
@@ -240,10 +242,15 @@ def list_by_prefix(
 
 
 def can_be_in_url(prefix: str, below: str) -> bool:
-    """Return whether a prefix can be in a URL. Otherwise warn, once for each."""
+    """Return whether a prefix can be in a URL. Otherwise warn, once for each such prefix.
+
+    Args:
+        prefix: the prefix, relative to `below`; empty for that URL itself.
+        below: the URL that was listed.
+    """
     try:
         if prefix:
-            check_key(prefix).encode()
+            check_key(prefix).encode()  # it may hold characters that are not Unicode
     except (InvalidUrlError, UnicodeEncodeError) as error:
         name = f"{below}/{prefix!a}"
         if name not in _warned_of:
@@ -256,8 +263,9 @@ def can_be_in_url(prefix: str, below: str) -> bool:
 def read_entry(name: str, store: ObjectStore, objects: Objects) -> Entry:
     """Read the marker of a checkpoint. One GET; another one if the answer contradicts the listing.
 
-    It does so if the listing lacks the index that the marker names: then the marker was written
-    again since it was listed, or the answer was another object's. The second answer is believed.
+    The answer contradicts the listing if the marker names an index that was not listed: the step
+    was saved again after the listing, or the store answered with another object. The second answer
+    is believed.
     """
     try:
         stored = read_marker(store, expected=True)
@@ -333,6 +341,7 @@ def read_steps(
             raise entry.error
         if entry.error is not None and not with_damaged:
             logger.warning("a step is left out because its marker cannot be read: %s", entry.error)
+        # With neither an error nor a marker, the marker was removed since it was listed.
         elif entry.error is not None or entry.stored is not None:
             yield entry
 
@@ -396,9 +405,10 @@ def list_run(
             if entry.error is not None or counts(entry.marker, standing.base)
         )
         steps = list(islice(counting, newest))
-        # Otherwise another job has claimed the run, and the steps may be of neither claim.
         if read_standing(run, open_step) == standing:
             return Catalogue(*standing, objects_at, steps[::-1])
+        # Another job has changed in between which claims count. Some of the markers may have been
+        # read before that job rewrote them, and some after, so all is read again.
         pause_or_raise(
             run, tries, "other jobs kept claiming this run until the deadline; try again"
         )

@@ -114,7 +114,7 @@ def check_claim(claim: RunClaim | None, step: StoreSpec) -> int | None:
             f"claim must be what dcp_objstore.claim_run returned, got {type(claim).__name__}"
         )
     run, _ = step.parent()
-    # `at` writes the claim's URL as it writes the step's.
+    # A URL can be written in several ways; `at` brings the claim's into the form of the step's.
     if run is None or run.url != step.at(claim.url).url:
         raise errors.InputError(
             f"the claim is for the run {claim.url}, but this step is not directly below it",
@@ -156,7 +156,8 @@ def claim_run(
     if stored:
         last_number = stored.record.number
     else:
-        # The run had no `_CLAIM`, or lost it: its markers, tombstones too, know the last number.
+        # The run was never claimed, or somebody removed `_CLAIM`. Then markers, those of deleted
+        # steps too, still have the numbers of its claims.
         last_number = _latest_claim(_read_all(list_by_prefix(run), open_step, bare=True))
     return _take(run, open_step, stored, number=last_number + 1, clock=clock)
 
@@ -172,9 +173,8 @@ def go_back(
 ) -> int:
     """Prepare a save by which all steps but those that `keeps` names stop counting (rule C2).
 
-    They do with the commit of that save, if it `goes_back`, and not before: either all of them
-    count or none. A step that does not count stays on the store; this job may replace it, unless it
-    is pinned.
+    They all stop together, when that save commits with `goes_back=True`, and not before. A step
+    that does not count stays on the store; this job may replace it, unless it is pinned.
 
     Args:
         run: the store, rooted at the run. It needs conditional updates
@@ -182,7 +182,7 @@ def go_back(
         open_step: returns the store of a step by its name; called from several threads.
         number: the number of this job's claim.
         step: the name of the step that this job saves next.
-        keeps: returns whether a step, by its name, still counts.
+        keeps: returns whether the step of this name shall still count after that save.
 
     Returns:
         The number of the new claim, which is this job's from now on.
@@ -225,12 +225,17 @@ def _take(
     tries = clock.tries()
 
     def put(version: Version | None, base: int, back: GoingBack | None) -> Version:
-        """Put `_CLAIM` with `number` as it is now; return its new version, or raise."""
+        """Replace this version of `_CLAIM` by one with the present `number`; return its version.
+
+        Raises:
+            SupersededError: afterwards `_CLAIM` is another job's.
+        """
         record = ClaimRecord(number=number, base=base, going_back=back, write_id=new_id())
         current = _swap(run, record, version, clock).stored
         if old_claim and current and _says_the_same(current.record, old_claim.record):
-            # The PUT was refused because the last job has noted since that it is finished.
+            # The PUT was refused only because the last job has noted since that it is finished.
             _swap(run, record, current.version, clock)
+        # Whether these PUTs were refused does not matter: `_CLAIM` now says who has the run.
         again = read_claim(run, expected=True)
         if again is None or again.record.write_id != record.write_id:
             raise errors.SupersededError(
@@ -242,8 +247,9 @@ def _take(
 
     claim_version = put(old_claim.version if old_claim else None, old.base, old.going_back)
     base = _decide_base(open_step, old, number, tries)
-    # This job may go back to save the step that the last one would have saved. Then the fence of
-    # that step has this number, and only a later number tells the commit from the fence.
+    # If the last job was going back, `_decide_base` may have fenced its step, with `number` as the
+    # base. This job may go back to save that very step. `base_by` tells a commit by its base, so
+    # the commit needs a later number than the fence.
     least_number = number + 1 if decider and old.going_back else number
     while True:
         objects_at = list_by_prefix(run)
@@ -251,21 +257,23 @@ def _take(
         counting = [step for step in steps if counts(step.marker, base)]
         kept_steps = [step for step in counting if keeps(step.name)]
         dropped_steps = [step for step in counting if not keeps(step.name)]
-        # Not below that of any step, above those of the dropped steps, so that they stop counting.
+        # Our number becomes the base. It must not be below that of any step, and it must be above
+        # those of the dropped steps, so that they stop counting.
         needed_number = max(_latest_claim(steps), _latest_claim(dropped_steps) + 1, least_number)
         if needed_number > number:
-            # `_CLAIM` still has our number, so no job of this run has a later one: a step with it
-            # was copied here from another run.
+            # `least_number` demands it, or a step has a later claim than this job. No job of this
+            # run has one, because `_CLAIM` still has our number: the step was copied here from
+            # another run.
             number = needed_number
             claim_version = put(claim_version, old.base, old.going_back)
-        # List once more, because a listing may lack a step.
+        # List once more, because the first listing may lack a step that was saved at that time.
         if _adopt(kept_steps, number, clock) and step_names(list_by_prefix(run)) <= step_names(
             objects_at
         ):
-            if decider:
+            if decider:  # the commit of that step raises the base
                 put(claim_version, base, GoingBack(step=decider, claim=number))
                 _log_dropped(run, decider, dropped_steps)
-            else:
+            else:  # all steps that count have this number by now
                 put(claim_version, number, None)
             return number
         pause_or_raise(
@@ -279,7 +287,8 @@ def _decide_base(open_step: OpenBelow, claim: ClaimRecord, number: int, tries: T
     """Decide the base of a run that another job had claimed, and return it.
 
     That job may have been going back, and the commit that raises the base may still be under way.
-    Afterwards it has taken effect, or the step is fenced, so that it never will (rule C2).
+    When this function returns, either that commit has taken effect, or its step is fenced, so that
+    the commit never will (rule C2).
 
     Args:
         claim: `_CLAIM` before this job claimed the run.
@@ -293,7 +302,7 @@ def _decide_base(open_step: OpenBelow, claim: ClaimRecord, number: int, tries: T
         if stored is None:
             fence = put_tombstone(step, tries, base=number)
         elif base_by(claim, stored.record) != claim.base:
-            return claim.going_back.claim  # that commit has taken effect
+            return claim.going_back.claim  # the commit has taken effect
         else:
             fence = rewrite_marker(step, stored, "the fence", tries, base=number)
         if fence is not None:
@@ -331,12 +340,17 @@ def _adopt(steps: Sequence[Entry], number: int, clock: Clock) -> bool:
         rewritten = rewrite_marker(step.store, step.stored, what, clock.tries(), claim=number)
         return rewritten is not None
 
-    # A list, so that every step is tried.
+    # A step that has the number already was adopted before. `list`, because `all` would stop at the
+    # first step that another job has changed.
     return all(list(in_waves(adopt, [step for step in steps if step.marker.claim < number])))
 
 
 def _log_dropped(run: ObjectStore, decider: str, dropped: Sequence[Entry]) -> None:
-    """Warn of the steps that a save after going back makes stop counting."""
+    """Warn of the steps that stop counting when the job that has gone back saves `decider`.
+
+    Args:
+        dropped: these steps, the last name first.
+    """
     if dropped:
         logger.warning(
             "%s: this job went back to an earlier step. When %s is saved, these %d steps no longer"
@@ -420,20 +434,22 @@ def confirm(
 ) -> None:
     """Check after a commit that the run still has this claim, so that the step counts (rule C4).
 
-    If the job went back, raise the base (rule C2); if that fails, the next claim does it.
+    If the job went back, also put the new base into `_CLAIM` (rule C2). If that fails, nothing is
+    lost: readers find the base in the marker of the step, and the next claim puts it into `_CLAIM`.
 
     Raises:
         SupersededError: a newer job claimed the run.
-        CommitUnknownError: `_CLAIM` could not be read before the deadline.
-        CheckpointCorruptError: `_CLAIM` was removed or damaged.
+        CommitUnknownError: `_CLAIM` could not be read, not even with retries until the deadline if
+            these may help.
+        CheckpointCorruptError: `_CLAIM` was removed or damaged, or replaced by an older one.
     """
     tries = clock.tries()
     while True:
         try:
             stored = read_claim(run, expected=True)
             break
-        except errors.CorruptDataError:
-            raise  # `_CLAIM` is damaged: `read_claim` has read it twice
+        except errors.CheckpointCorruptError:
+            raise  # `read_claim` has read `_CLAIM` twice before it says that it is damaged
         except errors.DcpObjstoreError as error:
             if not isinstance(error, errors.RetryableError) or not tries.pause():
                 raise errors.CommitUnknownError(
@@ -448,9 +464,12 @@ def confirm(
         try:
             outcome = _swap(run, record, stored.version, clock)
         except errors.DcpObjstoreError as error:
-            logger.warning("the base of %s stays %d: %s", run.url, stored.record.base, error)
+            # Whether the PUT took effect may be unknown.
+            logger.warning("the base of %s may still be %d: %s", run.url, stored.record.base, error)
         else:
-            # If it was refused and `_CLAIM` has our number still, the next claim raises the base.
+            # The PUT was refused because `_CLAIM` was changed since it was read. If a newer job did
+            # that, this raises. It does not if our number is still there: another process has used
+            # the same claim meanwhile, to `finish` the run or to `confirm` a save.
             if not outcome.landed:
                 _require_own(run, outcome.stored, number)
 
@@ -490,5 +509,7 @@ def finish(run: ObjectStore, number: int, *, clock: Clock = SYSTEM_CLOCK) -> Non
     stored = _require_own(run, read_claim(run, expected=True), number)
     record = msgspec.structs.replace(stored.record, finished=True, write_id=new_id())
     outcome = _swap(run, record, stored.version, clock)
+    # The PUT was refused. This raises if a newer job has claimed the run, and not if it was another
+    # process with the same claim that changed `_CLAIM`.
     if not outcome.landed:
         _require_own(run, outcome.stored, number)

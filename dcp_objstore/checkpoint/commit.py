@@ -166,8 +166,8 @@ def take_begin_token(
         tries = clock.tries()
         marker, version = _take_token(store, dot_metadata, tries, overwrite=overwrite, claim=claim)
     except (InputError, LostRaceError, CorruptDataError):
-        # After other errors the store does not answer: another request would only delay the error,
-        # and a sweep removes the beacon.
+        # Not after other errors: then the store does not answer, and another request would only
+        # delay the error. A sweep removes the beacon.
         remove_beacon(store, beacon)
         raise
     return BeginToken(marker, version, claim, beacon=beacon, dot_metadata=dot_metadata)
@@ -179,8 +179,9 @@ def _put_beacon(store: ObjectStore, key: str) -> None:
     try:
         store.put(key, body, retry=False)
     except StoreUnavailableError:
-        # Perhaps a web server answers instead of a store. Then this GET ends the save at once, and
-        # the PUT below would be retried. Whether the marker is damaged does not matter yet.
+        # Perhaps a web server answers instead of a store. Then this GET raises ConfigError, which
+        # ends the save at once; the PUT below would be retried for long. A damaged marker does not
+        # matter yet: `_take_token` reads it again.
         with suppress(CorruptDataError):
             read_marker(store)
         store.put(key, body)
@@ -197,8 +198,13 @@ def remove_beacon(store: ObjectStore, key: str) -> None:
 def _take_token(
     store: ObjectStore, dot_metadata: Precondition, tries: Tries, *, overwrite: bool, claim: int
 ) -> tuple[Marker | None, Version | None]:
-    """Return the marker and its version, unless it forbids the save (rule 2)."""
+    """Return the marker and its version; raise if it forbids the save (rule 2).
+
+    Args:
+        dot_metadata: the condition that `.metadata` has not changed since the save began.
+    """
     try:
+        # Where a `.metadata` is, a marker should be, so a 404 is asked again.
         stored = read_marker(store, expected=dot_metadata != IfAbsent())
     except CheckpointCorruptError as error:
         if not overwrite:
@@ -215,7 +221,8 @@ def _take_token(
     marker = stored.record
     refuse_later(store, marker, claim)
     if marker.state == "deleting":
-        # Now, before the uploads, because a job that finished it later would defeat this save.
+        # Finish the deletion now, before the uploads: another job that finished it later would
+        # change the marker and so defeat this save.
         finish_deleting(store, marker.commit_id, tries)
         return _take_token(store, dot_metadata, tries, overwrite=overwrite, claim=claim)
     # A commit of an earlier claim does not count and is replaced in any case (rule C5 of `claim`).
@@ -225,7 +232,7 @@ def _take_token(
             advice="save under another URL, or pass overwrite=True to replace it",
             url=store.url,
         )
-    if marker.pins:
+    if marker.pins:  # they protect a commit from `overwrite` and from a later claim, too
         raise CheckpointExistsError(
             f"the checkpoint here is pinned ({', '.join(marker.pins)}) and is not overwritten",
             advice="remove the pin or save under another URL",
@@ -237,8 +244,8 @@ def _take_token(
 def _damaged_version(store: ObjectStore, error: CheckpointCorruptError) -> Version:
     """Return the version of a damaged marker: the begin token of a save with `overwrite=True`.
 
-    Without it, no save at this URL could succeed again. The objects that the marker named stay
-    until a sweep finds that no commit names them.
+    If it could not be replaced, no save at this URL would succeed again. The objects that the
+    marker named stay until a sweep finds that no commit names them.
     """
     try:
         version = store.head(MARKER_KEY).version
@@ -247,7 +254,7 @@ def _damaged_version(store: ObjectStore, error: CheckpointCorruptError) -> Versi
         read_marker(store)
     except CheckpointCorruptError:
         if version == Version():
-            raise  # no PUT can be conditioned on this; probably it is not the store that answered
+            raise  # no PUT can be conditioned on it; probably it was not the store that answered
         logger.warning("the damaged checkpoint at %s will be replaced: %s", store.url, error)
         return version
     raise RetryableError(
@@ -328,15 +335,15 @@ def commit_checkpoint(
             partial(check_objects, store, objects), partial(_put_index, store, nonce, index)
         )
     except CheckpointCorruptError:
-        # Perhaps a sweep removed it: a sweep changes the marker before it removes what a save has
-        # uploaded, so that this save has lost.
+        # Perhaps a sweep has removed the object. A sweep changes the marker before it removes what
+        # a save has uploaded, so if the marker has changed, this save has lost to another job.
         stored = read_marker(store)
         if (stored and stored.version) != begin.version:
             raise _lost(store, stored, begin.claim) from None
         raise
     marker = marker_after(begin.marker)
     if begin.marker is None and begin.version is not None:
-        # It replaces a damaged marker, whose write_id is not known.
+        # There is a marker, but it is damaged, so its write_id, which `put_on` names, is not known.
         marker = msgspec.structs.replace(marker, put_on="")
     replaced, version, tries = begin.marker, begin.version, clock.tries(on_retry)
     rivals = 0  # commits of earlier claims that came first and that this commit replaces
@@ -352,6 +359,7 @@ def commit_checkpoint(
         )
         stored = outcome.stored  # None if the answer to the PUT was clear, or there is no marker
         if outcome.landed:
+            # The marker that was read shows whether another job has replaced this commit since.
             superseded = stored is not None and not still_stands(stored, commit_id)
             return CommitResult(
                 commit_id,
@@ -436,7 +444,7 @@ def _lost(store: ObjectStore, stored: Stored[Marker] | None, claim: int) -> Lost
 def rewrite_marker(
     store: ObjectStore, stored: Stored[Marker], what: str, tries: Tries, **changes: Any
 ) -> Marker | None:
-    """Rewrite a marker with other fields and a new write_id (rule 5).
+    """Rewrite a marker with other fields, a new write_id and an empty `put_on` (rule 5).
 
     Args:
         stored: the marker as it was read; the PUT is conditioned on its version.
@@ -452,7 +460,7 @@ def rewrite_marker(
         CommitUnknownError: no clear answer before the deadline; the PUT may still take effect.
         InputError: the store refused the PUT for good; nothing was changed.
     """
-    # Of the new marker: with a claim or a base it needs the format that has them.
+    # The larger of the new marker's claim and base: with either, it needs the format that has them.
     claim = max(changes.get(name, getattr(stored.record, name)) for name in ("claim", "base"))
     marker = msgspec.structs.replace(
         stored.record,
@@ -475,7 +483,7 @@ def finish_deleting(store: ObjectStore, commit_id: str, tries: Tries) -> bool:
     while True:
         stored = read_marker(store, expected=True)
         if stored is None or stored.record.commit_id != commit_id:
-            return True  # without a marker, too: then another program is at work here
+            return True  # or there is no marker, so another program is at work here
         if stored.record.state != "deleting":
             return False
         store.delete(DOT_METADATA_KEY)
@@ -526,6 +534,8 @@ def put_marker(
 
     Args:
         version: the version of the marker to replace; None if there must be none.
+        tries: bounds when a PUT may start.
+        what: the change in words, for errors.
         landed: decides from a marker that was read later whether this PUT took effect. Default: by
             its write_id.
         fenced: whether to send the PUT with its condition (rule 11).

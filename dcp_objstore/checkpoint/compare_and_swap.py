@@ -64,7 +64,9 @@ def compare_and_swap(
         body: what to put. No two markers or claims are ever equal, because each has its own
             `write_id`.
         version: the version of the object to replace; None if there must be none.
+        tries: bounds when a PUT may start.
         what: the thing that is put, in words, for the error.
+        read: reads and decodes the object; None if there is none.
         landed: decides from an object that was read later whether this PUT took effect.
         fenced: whether to send the PUT with its condition (rule 11).
 
@@ -83,7 +85,8 @@ def compare_and_swap(
             # Perhaps it was not the store that answered: a success names the object's version.
             may_still_land, put_error = True, StoreUnavailableError("the answer names no version")
         except DcpObjstoreError as error:
-            # A refusal of this PUT says nothing about an earlier one that was never answered.
+            # These two kinds are refusals of this PUT, which say nothing about an earlier one that
+            # was never answered.
             may_still_land = may_still_land or not isinstance(error, (LostRaceError, InputError))
             put_error = error
         last_error = put_error

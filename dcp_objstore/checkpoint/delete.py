@@ -130,8 +130,8 @@ def delete(
     # Without a grace period the age does not matter: the store's clock may be ahead of this host's,
     # so that it is negative.
     grace_is_over = not grace_seconds or age_seconds >= grace_seconds
-    # Read before the marker changes, because afterwards a sweep may remove the index at any time.
-    # None: the index cannot be read.
+    # The index is read before the marker changes, because afterwards a sweep may remove it at any
+    # time. `keys` is None if it cannot be read.
     keys = _own_keys(store, marker) if grace_is_over else ()
     if marker.state == "deleted" and not keys:
         # Nothing is left, the grace period is not over, or the index cannot be read.

@@ -253,13 +253,16 @@ class Index:
     _first_digest: Numbers = field(init=False)
 
     def __post_init__(self) -> None:
-        """Find out where in the columns each key and each row begins."""
+        """Find out where in the columns each key and each row begins.
+
+        A sum of the counts of all that comes before something is the position at which it begins.
+        """
         counts = [tensor.chunk_count for tensor in self.tensors.values()]
         rows = itertools.accumulate([*counts, *(1 for _ in self.blobs)], initial=0)
         ndims = [len(tensor.shape) for tensor in self.tensors.values()]
         extents = itertools.accumulate(map(int.__mul__, counts, ndims), initial=0)
         set_field = object.__setattr__  # the class is frozen
-        # Not strict: the last of the sums is where a further key would begin.
+        # Not strict: `accumulate` gives one sum more, at which a further key would begin.
         set_field(self, "_first_row", dict(zip((*self.tensors, *self.blobs), rows, strict=False)))
         set_field(self, "_first_extent", dict(zip(self.tensors, extents, strict=False)))
         counts_of_digests = digest_counts(self.columns.payload_length)
@@ -280,6 +283,7 @@ class Index:
         columns = self.columns
         offset, lead = int(columns.offset[row]), int(columns.lead[row])
         length = int(columns.payload_length[row])
+        # In bytes; there is a digest for each block, and the last block may be short.
         first = int(self._first_digest[row]) * DIGEST_SIZE_BYTES
         after = first + -(-length // BLOCK_SIZE_BYTES) * DIGEST_SIZE_BYTES
         return Item(
@@ -300,14 +304,14 @@ class Index:
     def digests(self, key: str) -> bytes:
         """Return the digests of all blocks of a tensor or value, item after item."""
         rows, columns = self.rows(key), self.columns
-        if not rows:
+        if not rows:  # a tensor without elements may have no chunks
             return b""
         first = int(self._first_digest[rows.start])
         count = int(digest_counts(columns.payload_length[rows.start : rows.stop]).sum())
         return columns.digests.reshape(-1, DIGEST_SIZE_BYTES)[first : first + count].tobytes()
 
     def boxes(self, key: str) -> tuple[Matrix, Matrix]:
-        """Return the offsets and the sizes of a tensor's chunks: a row each, as in `rows`."""
+        """Return the offsets and the sizes of a tensor's chunks: matrices with a line per chunk."""
         tensor = self.tensors[key]
         count, ndim = tensor.chunk_count, len(tensor.shape)
         first = self._first_extent[key]
@@ -327,9 +331,10 @@ class Index:
     def groups(self) -> Iterator[Group]:
         """Iterate over the tensors, grouped by their number of dimensions.
 
-        Two tensors with two chunks each, `w` of 2 dimensions and `b` of 1, have the rows w0 w1 b0
-        b1, and in a column of boxes the numbers w0 w0 w1 w1 b0 b1. The group of `w` has the rows 0
-        and 1, owner 0 0, chunk_in_tensor 0 1, and the first four numbers as a matrix of 2 x 2.
+        For example, `w` has 2 dimensions and `b` has 1, and each has two chunks. The rows are
+        w0 w1 b0 b1, and `chunk_offsets` has the numbers w0 w0 w1 w1 b0 b1, one per dimension. In
+        the group of `w`, rows is 0 1, owner 0 0, chunk_in_tensor 0 1, and offsets, a matrix of
+        2 x 2, has the first four numbers; sizes likewise.
         """
         by_ndim: dict[int, list[Tensor]] = {}
         for tensor in self.tensors.values():
@@ -337,7 +342,7 @@ class Index:
         counts = np.array([tensor.chunk_count for tensor in self.tensors.values()], np.int64)
         ndims = np.array([len(tensor.shape) for tensor in self.tensors.values()], np.uint8)
         ndim_of_row = np.repeat(ndims, counts)
-        ndim_of_number = np.repeat(ndims, counts * ndims)
+        ndim_of_number = np.repeat(ndims, counts * ndims)  # of each in `chunk_offsets`
         for ndim, tensors in by_ndim.items():
             rows = np.flatnonzero(ndim_of_row == ndim)
             group_counts = counts[ndims == ndim]
@@ -356,12 +361,13 @@ class Index:
             offset: the chunk's offset in its tensor; None for a pickled value.
             hint: position of the chunk that it probably is, among the tensor's chunks.
         """
-        # A key that is not there, or a value where a tensor is asked for, or a tensor for a value.
+        # No item has the key; or it is a tensor's and a value is asked for, or the other way round.
         if key not in self._first_row or (offset is None) == (key in self.tensors):
             return None
         first = self._first_row[key]
         if offset is None:
             return first
+        # A negative number would not fit the array below.
         wanted, tensor = list(offset), self.tensors[key]
         if len(wanted) != len(tensor.shape) or any(number < 0 for number in wanted):
             return None
@@ -417,7 +423,7 @@ def decode(body: bytes) -> Index:
     try:
         stored = _decoder.decode(body)
     except _UNREADABLE as error:
-        _refuse_newer(body)
+        _refuse_newer(body)  # it is not damaged if a newer format has another form
         raise CheckpointCorruptError(f"the index cannot be read: {error}") from None
     if stored.format != FORMAT:
         _refuse_newer(body)
@@ -432,6 +438,7 @@ def decode(body: bytes) -> Index:
         if len(place) > MAX_PLACE_LENGTH:
             text = f"the index places it {len(place)} deep, at most {MAX_PLACE_LENGTH} are possible"
             raise CheckpointCorruptError(text, key=key)
+    # `literal_keys` names steps of a place. Each must be there and be the text of such a key.
     for key, steps in stored.literal_keys.items():
         place = (stored.flatten_mapping or {}).get(key, ())
         if not all(0 <= step < len(place) and is_literal(place[step]) for step in steps):
@@ -439,7 +446,8 @@ def decode(body: bytes) -> Index:
     chunks = sum(tensor.chunk_count for tensor in stored.tensors)
     extents = sum(tensor.chunk_count * len(tensor.shape) for tensor in stored.tensors)
     items = chunks + len(stored.blobs)
-    # The first six columns have a number for each item; the last one has bytes, of any count here.
+    # The first six columns have a number for each item, and the next two one for each dimension of
+    # each chunk. The last one has bytes, which `_check_digests` counts.
     counts = (*(items,) * 6, extents, extents, len(stored.columns[-1]))
     columns = Columns(*map(_column, Columns.__annotations__, stored.columns, counts))
     index = Index(
@@ -501,12 +509,14 @@ def _check_object(entry: ObjectEntry) -> None:
 
 
 def _check_tensor(tensor: Tensor) -> None:
-    """Check that the extents of a tensor can be, and that its number of elements fits 63 bits."""
+    """Check that the extents of a tensor are possible, and that their product fits 63 bits."""
     shape, key = tensor.shape, tensor.key
     if len(shape) > _MAX_DIMENSIONS or any(length < 0 for length in (*shape, tensor.chunk_count)):
         raise CheckpointCorruptError(
             f"the index has impossible extents {shape[:8]}, or {tensor.chunk_count} chunks", key=key
         )
+    # A length of 0 counts as 1, because `_check_chunks` multiplies the lengths one by one, and what
+    # comes before the 0 must not overflow either.
     if math.prod(length or 1 for length in shape) > _MAX_SIZE:
         raise CheckpointCorruptError(f"the index has extents {shape[:8]} that overflow", key=key)
 
@@ -523,8 +533,9 @@ def _refuse_bad(
     """Raise CheckpointCorruptError for the first bad row, if there is one.
 
     Args:
-        what: describes a row, by its position in `bad`.
-        rows: the rows that `bad` is about, if they are not all.
+        bad: which rows are bad.
+        what: describes a bad row, by its position in `bad`.
+        rows: the row of each position in `bad`. Default: `bad` is about all rows, in their order.
     """
     if not bad.any():
         return
@@ -548,7 +559,9 @@ def _check_items(index: Index) -> None:
     )
     sizes = np.array([entry.size_bytes for entry in index.objects], dtype=np.uint64)
     size = sizes[columns.object_number]
-    remaining = size.copy()  # of the object, behind each item
+    # What is left of the object behind the item. Nothing that is larger than this is subtracted, so
+    # no difference is negative, which an unsigned number cannot be.
+    remaining = size.copy()
     outside = np.zeros(len(remaining), dtype=bool)
     for column in (columns.offset, columns.lead, columns.payload_length, columns.trail):
         outside |= column > remaining
@@ -563,7 +576,8 @@ def _check_items(index: Index) -> None:
         ),
     )
     end = size - remaining
-    # By object, then by offset: each item in `after` follows the one at its position in `before`.
+    # By object, then by offset, then by end. Each item in `after` follows the one at its position
+    # in `before`.
     order = np.lexsort((end, columns.offset, columns.object_number))
     before, after = order[:-1], order[1:]
     same_object = columns.object_number[before] == columns.object_number[after]
@@ -580,7 +594,7 @@ def _check_digests(index: Index) -> None:
     """Check that there is one digest for each block of each item."""
     count, rest = divmod(len(index.columns.digests), DIGEST_SIZE_BYTES)
     needed = digest_counts(index.columns.payload_length)
-    # Each is compared first, so that the sum below cannot overflow.
+    # No item may need more than there are in all. So the sum below cannot overflow.
     _refuse_bad(
         index,
         needed > count,
@@ -635,6 +649,7 @@ def _check_chunks(index: Index, group: Group) -> None:
                 f"the index has chunks of {elements} elements for a tensor of shape {tensor.shape}",
                 key=tensor.key,
             )
+    # 0 for a dtype that this version does not know; such a payload is not checked.
     item_sizes = [ITEM_SIZE_BYTES.get(tensor.dtype, 0) for tensor in tensors]
     item_size = np.array(item_sizes, dtype=np.uint64)[owner]
     is_raw = (index.columns.pickled[rows] == 0) & (item_size != 0)

@@ -215,9 +215,12 @@ def check_user_metadata(values: Mapping[str, object] | None) -> dict[str, Any]:
 def next_marker(old: Marker | None, *, claim: int, base: int = 0, **fields: Any) -> Marker:
     """Make the marker of a new commit, with these other fields.
 
-    Its generation is one higher than that of the marker it replaces, whose commit_id joins the log,
-    even if it is a tombstone. Its write_id is new. A base stays. Pins belong to the commit that
-    they protect and are not carried over.
+    Its generation is one higher than that of the marker it replaces, even if that is a tombstone,
+    and the log gets that marker's commit_id. Its write_id is new. Its base is never below that of
+    the old marker. Pins belong to the commit that they protect and are not carried over.
+
+    Args:
+        old: the marker that it replaces; None if there is none, or if it cannot be read.
     """
     return Marker(
         format=format_of(claim),
@@ -337,7 +340,7 @@ def left_out_of(user_metadata: Mapping[str, object]) -> dict[str, LeftOut]:
 
 
 def _is_left_out(entry: object) -> TypeGuard[LeftOut]:
-    """Whether an entry has the form that a save gives it, and is not a value of the user's."""
+    """Whether an entry of `left_out` is one of a save's, not a value that a user has put there."""
     return (
         isinstance(entry, dict)
         and entry.keys() == LeftOut.__annotations__.keys()

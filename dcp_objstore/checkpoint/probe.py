@@ -188,7 +188,10 @@ def forget() -> None:
 
 
 def _probe_once(store: ObjectStore, tries: Tries) -> Capabilities:
-    """Test which conditions the store keeps, with two objects of new names; remove them."""
+    """Test which conditions the store keeps, with two objects of new names; remove them.
+
+    Each name is noted before its object is put, because a PUT without an answer may take effect.
+    """
     claims = store.capabilities
     nonce = new_nonce()
     key, race_key = f".probe-{nonce}", f".probe-{nonce}-race"
@@ -228,7 +231,8 @@ def _updates_once(store: ObjectStore, key: str, tries: Tries) -> tuple[bool, boo
     Returns:
         Whether it does so, and whether the ETag in the condition must have quotes.
     """
-    for bare in (False, True):  # a bare ETag has no quotes
+    # Most stores accept the ETag as they gave it. Some want it bare, which is without its quotes.
+    for bare in (False, True):
         _, meta = store.get(key, max_size_bytes=1)
         condition = IfVersion(meta.version, bare=bare)
         accepts = partial(_accepts_in_the_end, store, key, precondition=condition, tries=tries)
@@ -242,7 +246,8 @@ def _accepts_in_the_end(
 ) -> bool:
     """Put an object, again while the store is busy; return whether the store accepted it.
 
-    (GCS accepts one write per object and second, and answers 429 to others.)
+    A store may well be busy here: GCS accepts one write of an object per second, and answers 429 to
+    others.
 
     Args:
         data: what no other PUT of this object puts, so that a GET shows whether this one landed.

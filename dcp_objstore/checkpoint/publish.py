@@ -91,7 +91,7 @@ def publish_dot_metadata(
         RetryableError: no success before the deadline.
         DcpObjstoreError: the store refused for good.
     """
-    may_have_landed = False  # a PUT of this call that was not answered may have taken effect
+    may_have_landed = False  # a PUT of this call that did not succeed may have taken effect
     while True:
         if condition is None:
             condition = if_metadata_unchanged(store)
@@ -105,14 +105,16 @@ def publish_dot_metadata(
                 DOT_METADATA_KEY, body, precondition=condition if fenced else None, retry=False
             )
         except (StoreUnavailableError, LostRaceError, ObjectNotFoundError) as error:
-            may_have_landed, condition = True, None  # read both before the next try
+            # Even a refusal may be somebody else's answer to a PUT that took effect (rule 5 of
+            # `commit`). Without a condition, both objects are read before the next try.
+            may_have_landed, condition = True, None
             if not tries.pause():
                 raise RetryableError(
                     f"'.metadata' could not be written before the deadline (last answer: {error});"
                     " the checkpoint is committed, but stock torch readers do not see it",
                     url=store.url,
                 ) from error
-        else:
+        else:  # a deletion may have come between the check of the marker and the PUT
             return not _remove_if_deleted(store, read_marker(store))
 
 
@@ -217,12 +219,12 @@ def align_dot_metadata(
             raise CheckpointCorruptError(
                 "the marker was removed by something other than dcp_objstore", url=store.url
             )
-        # Otherwise the marker has changed, and `.metadata` is compared with the new one.
         if (
             again.record.commit_id == stored.record.commit_id
             and again.record.state == stored.record.state
         ):
             return Aligned(again, change)
+        # Another job has committed or deleted since: compare `.metadata` with the new marker.
         stored = again
         pause_or_raise(store, tries)
     raise RetryableError("this checkpoint is being deleted", advice="try again", url=store.url)

@@ -98,10 +98,12 @@ def read_record(
     Args:
         decode: returns what the body says, or raises `CorruptDataError`.
         what: the object, in words, for errors.
-        expected: the object is known to be there. So a 404 is asked again, too.
+        expected: the object is known to be there. So after a 404 the GET is sent once more, as it
+            is after a damaged answer.
 
     Raises:
         CheckpointCorruptError: the object is damaged.
+        UnsupportedError: `decode` has raised it.
     """
 
     def read() -> Stored[T]:
@@ -115,7 +117,7 @@ def read_record(
     except (CheckpointCorruptError, UnsupportedError) as error:
         error.at(object_key=key, url=store.url)
         raise
-    except CorruptDataError as error:
+    except CorruptDataError as error:  # the base class: `store.get` got an object of wrong size
         raise damaged(what, error.message).at(object_key=key, url=store.url) from error
 
 
@@ -129,11 +131,11 @@ def still_stands(stored: Stored[Marker] | None, commit_id: str) -> bool:
 def retry_damaged(read: Callable[[], T], *also: type[DcpObjstoreError]) -> T:
     """Return what `read` returns; if it raises CorruptDataError, call it once more.
 
-    For it may be this one answer that is damaged, and not the object. If the second answer is
-    damaged, too, that is believed: the error is raised.
+    Perhaps only this one answer was damaged, and not the object. If `read` fails again, the error
+    is believed and raised.
 
     Args:
-        also: errors after which `read` is called once more for the same reason.
+        also: other errors after which `read` is called once more.
     """
     doubted: tuple[type[DcpObjstoreError], ...] = (CorruptDataError, *also)
     try:

@@ -90,8 +90,9 @@ def repair(
     if stored is None:
         raise not_committed(store, stored)
     aligned = align_dot_metadata(store, stored, dot_metadata, tries=tries, dry_run=dry_run)
-    # So that a sweep waits for readers of the old `.metadata`. A store without conditional writes
-    # has no sweeps, and there this PUT might undo a save.
+    # The marker is written again so that a sweep finds it young, and waits for the readers of the
+    # old `.metadata`. A store without conditional writes has no sweeps, and there this PUT might
+    # undo a save.
     if aligned.change is not None and not dry_run and can_rewrite(store):
         rewrite_marker(store, aligned.stored, "the fence", tries)
     return RepairReport(

@@ -134,7 +134,7 @@ class CheckpointSweep:
             parts.append(f"a step that a superseded job saved {would}deleted; its objects later")
         if self.dot_metadata is not None:
             parts.append(f".metadata {would}{self.dot_metadata}")
-            if self.fenced:
+            if self.fenced:  # there were objects to remove, but readers may use the old `.metadata`
                 parts[-1] += "; objects later"
         if self.outcome in ("waiting", "foreign", "lost", "damaged"):
             label = {"waiting": "not yet", "damaged": "cannot be read"}.get(
@@ -255,8 +255,8 @@ def plan_sweep(
     # A young beacon shows a save that may have no objects yet. A young probe shows a job that is
     # about to save or to sweep.
     young = tuple(meta for meta in (*unnamed, *short_lived) if meta.last_modified >= oldest_kept)
-    # Of data objects, which alone are uploaded in parts; on `file://` of every object, because a
-    # crash there may leave any object half written.
+    # On an object store only data objects are uploaded in parts. On `file://` an upload may be of
+    # any object, because a crash may leave each of them half written.
     our_uploads = [upload for upload in uploads if is_upload_key(upload.key)]
     uploads_young = tuple(upload for upload in our_uploads if upload.initiated >= oldest_kept)
     known_keys = {MARKER_KEY, DOT_METADATA_KEY, CLAIM_KEY, *named}
@@ -321,12 +321,13 @@ class _Sweep:
             return CheckpointSweep(
                 url=self.store.url, outcome="mended", finished_delete=True, dry_run=self.dry_run
             )
-        # In this order, so that only such a step is listed once more, for its beacon.
+        # `_has_beacon` sends a listing, so it is asked last: only for a step that never counts.
         if stored is not None and self._never_counts(stored, now) and not self._has_beacon(now):
             return self._delete_superseded(stored)
         marker = None if stored is None else stored.record
         named = self._named_keys(marker)
-        # Uploads first: one that completes in between is seen twice, rather than not at all.
+        # Uploads are listed before objects: one that completes in between is seen in both listings,
+        # and not in neither.
         uploads = self.uploads.list() if self.uploads is not None else ()
         listing = list(self.store.list())
         plan = plan_sweep(
@@ -345,9 +346,9 @@ class _Sweep:
         report = self._report(plan)
         if plan.outcome == "swept":
             return self._remove(report, plan, stored)
-        # A commit whose writer died before it wrote `.metadata`, or a `.metadata` that was left
-        # next to a tombstone. No objects are removed, so this needs no fence; but it ends with one,
-        # which would defeat a save that is under way.
+        # `.metadata` may be missing or old because the writer of a commit died before it wrote it,
+        # or it may have been left beside a tombstone. `_mend` removes no data, so it needs no
+        # fence. But after a change it ends with one, which would defeat a save that is under way.
         published = next((meta for meta in listing if meta.key == DOT_METADATA_KEY), None)
         save_is_under_way = any(is_beacon_key(meta.key) for meta in plan.young)
         if stored is not None and not save_is_under_way and _may_be_stale(stored, published):
@@ -389,6 +390,7 @@ class _Sweep:
 
     def _report(self, plan: SweepPlan) -> CheckpointSweep:
         """Report everything except what happens from the fence on."""
+        # `run` removes old beacons and probes even if there is nothing else to remove.
         only_short_lived = plan.outcome == "clean" and plan.short_lived
         return CheckpointSweep(
             url=self.store.url,
@@ -405,7 +407,11 @@ class _Sweep:
         )
 
     def _align(self, stored: Stored[Marker]) -> Aligned:
-        """Bring `.metadata` into line; fence again if that changed it."""
+        """Bring `.metadata` into line; if that changed it, rewrite the marker.
+
+        So the marker is young, and later sweeps wait for readers of the old `.metadata`. If the
+        rewrite is refused, another job has just written the marker, which is as good.
+        """
         store, tries = self.store, self.tries
         aligned = align_dot_metadata(
             store, stored, self.dot_metadata, tries=tries, dry_run=self.dry_run

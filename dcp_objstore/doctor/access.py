@@ -69,7 +69,8 @@ class Access:
     def _error(self) -> errors.DcpObjstoreError | None:
         """The error of the first listing and read; None if a store has answered.
 
-        Neither finds anything, and the store may deny both.
+        Both ask for a key that no store has. To answer that it is not there, or that these
+        credentials do not have the right to ask, is to answer as a store does.
         """
         patience = min(_PATIENCE_SECONDS, self._spec.config.request_timeout_seconds)
         hasty = replace(self._spec.config, request_timeout_seconds=patience, max_retries=0)
@@ -83,13 +84,15 @@ class Access:
             pass  # the answer is not one byte: perhaps a web page
         except errors.DcpObjstoreError as error:
             return error
+        # No store has the key, so it was no store that answered the read.
         text = "it sends data for an object that does not exist, so it is a web server or a proxy"
         return errors.ConfigError(f"{text}, not a store")
 
     @cached_property
     def _bucket_region(self) -> str | None:
         """The bucket's region, if AWS names another than the one that was asked; otherwise None."""
-        if not isinstance(self._error, errors.ConfigError):  # of which kind a redirection is
+        # AWS redirects a request for a bucket in another region, and that is a ConfigError.
+        if not isinstance(self._error, errors.ConfigError):
             return None
         try:
             return ask_region(self._spec)
@@ -99,7 +102,7 @@ class Access:
     def endpoint(self) -> Verdict:
         """Look whether the server answers as a store does."""
         error = self._error
-        # The next checks raise these.
+        # The checks of the credentials and of the bucket report these two, and another region.
         is_of_others = isinstance(error, errors.CredentialsError | errors.BucketNotFoundError)
         if error is not None and not is_of_others and self._bucket_region is None:
             raise error
@@ -151,7 +154,8 @@ _RULE_ID: Final = "dcp-objstore-incomplete-uploads"
 def lifecycle(scratch: Scratch, url: StoreUrl) -> Verdict:
     """Look for a rule of the bucket that removes unfinished uploads below the URL.
 
-    `scratch.around` refuses a store that has no such rules, and the error says why.
+    The rules of GCS cannot be read here. For any other store than S3, `scratch.around` raises an
+    error, which says why there is nothing to look for.
     """
     prefix = f"{url.prefix}/" if url.prefix else ""
     if url.scheme == "gs":
@@ -221,13 +225,13 @@ def lifecycle_configuration(
 ) -> str:
     """Return a lifecycle configuration that removes unfinished uploads below a prefix, as JSON.
 
-    Both commands that take it replace all rules of the bucket.
+    The commands that take it, one for S3 and one for GCS, replace all rules of the bucket.
 
     Args:
         scheme: `s3`: for `aws s3api put-bucket-lifecycle-configuration`; `gs`: for `gcloud storage
             buckets update --lifecycle-file`.
         prefix: a prefix with a slash at its end; empty for the whole bucket.
-        rules: the rules that the bucket has, which are kept; they are not known of `gs`.
+        rules: the rules that the bucket has, which are kept. For `gs` they are not known.
     """
     if scheme == "gs":
         condition: dict[str, object] = {"age": _LIFECYCLE_DAYS}
@@ -241,5 +245,6 @@ def lifecycle_configuration(
         "Filter": {"Prefix": prefix},
         "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": _LIFECYCLE_DAYS},
     }
+    # An earlier version of this rule is replaced. `default`, because a rule may hold a date.
     others = [rule for rule in rules if rule.get("ID") != _RULE_ID]
     return json.dumps({"Rules": [*others, advised]}, default=str)

@@ -153,13 +153,15 @@ _OF_BUCKET: Final = (
 def failure(url: StoreUrl, check: Check, error: errors.DcpObjstoreError) -> Verdict:
     """Return the verdict of a check that ended with an error.
 
-    That is a failure, unless the check is of the rules of a bucket, which no job needs to read.
+    If the check is of kind `rule`, the verdict is that it was not made or is not applicable: no job
+    needs what it asks for. The error of any other check is a failure.
     """
     if check.kind == "rule" and isinstance(error, errors.PermissionDeniedError):
         text = "these credentials do not have the right to read it"
         return not_made(text, allow(check.rights, url))
     if check.kind == "rule":
-        # A server of S3's protocol may lack the request, and have unfinished uploads all the same.
+        # Only S3 has these requests, so at another store there is nothing to check. On `s3://` the
+        # error says that boto3 or the server lacks them, so the check was not made.
         is_absent = isinstance(error, errors.UnsupportedError) and url.scheme != "s3"
         return (not_applicable if is_absent else not_made)(error.message)
     details = {"error": type(error).__name__, "message": error.message}
@@ -180,7 +182,7 @@ def _summary(error: errors.DcpObjstoreError) -> str:
 def _advice(check: Check, error: errors.DcpObjstoreError, url: StoreUrl) -> str:
     """Return what the user should do about the error of a check."""
     if isinstance(error, errors.PermissionDeniedError):
-        # A server that refuses unsigned bodies answers so, too.
+        # Some servers refuse an unsigned body with the same answer as a missing right.
         to_sign = _SIGNED if (check.name, url.scheme) == ("put", "s3") else ""
         return allow(check.rights, url) + to_sign
     if check.name == "endpoint":

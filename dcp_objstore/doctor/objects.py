@@ -58,7 +58,8 @@ class ObjectChecks:
 
     def abandon(self) -> None:
         """Remove what was written before the checks were stopped, and log what could not be."""
-        if "scratch" in self.__dict__:  # a cached property: no check has written before it is there
+        # `scratch` is a cached property: as long as it is not there, no check has written anything.
+        if "scratch" in self.__dict__:
             unremoved = self.scratch.remove()
             if unremoved.keys:
                 logger.warning(
@@ -77,7 +78,7 @@ class ObjectChecks:
     def listing(self) -> Verdict:
         """List objects, and see one that was just written."""
         keys = {meta.key for meta in self._store.list()}
-        if not self.has_written:  # the right to list may be there without the right to write
+        if not self.has_written:  # `put` failed, but these credentials may list
             return ok("listing works")
         if "put" in keys:
             return ok("listing works, and shows a written object at once")
@@ -95,8 +96,8 @@ class ObjectChecks:
         try:
             read_range(self._store, "absent", 0, 1)
         except PermissionDeniedError:
-            # S3 and GCS answer so without the right to list. A condition on the prefix that is
-            # listed allows every listing of a job, but does not hold for this request.
+            # S3 and GCS answer so if the credentials may not list. If the right to list has a
+            # condition on the prefix, listings work, but a GET does not meet the condition.
             advice = f"{allow(TO_LIST, self._url)}, without a condition on a prefix"
             text = "an object that does not exist is answered with 'forbidden', so a job cannot see"
             return failed(f"{text} that there is no checkpoint yet", advice)
@@ -134,9 +135,10 @@ class ObjectChecks:
         try:
             self._put_in_parts("abort", two_parts_and_an_error())
         except _EndedOnPurposeError as error:
-            abort_failed = error.advice == LEFTOVER_ADVICE
+            abort_failed = error.advice == LEFTOVER_ADVICE  # `put_stream` has added it
         unfinished_uploads = self._count_unfinished()
         if abort_failed or unfinished_uploads:
+            # Raised, so that the advice names the right to abort.
             raise PermissionDeniedError("the parts of an aborted upload were not removed")
         if unfinished_uploads is None:
             return ok("an upload was aborted; whether its parts are gone cannot be seen")

@@ -1,7 +1,7 @@
 """Run the checks in a thread, so that the caller can stop at any time; the thread then cleans up.
 
-Each check is made whatever the result of the one before it. If a check has nothing left to ask, it
-says so. The checks try one right at a time, so the results show which right is missing.
+A failed check does not end the run: each later one is made, or its finding says why it was not.
+The checks try one right at a time, so the results show which right is missing.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ _CLEAN_UP_SECONDS = 30.0
 def table(spec: StoreSpec, objects: ObjectChecks) -> Sequence[Check]:
     """Return all checks, in an order in which each can rely on those before it.
 
-    S3's rights: "Actions, resources, and condition keys for Amazon S3"; those of GCS: "IAM
-    permissions for Cloud Storage"; those of Azure: "Permissions for calling data operations".
+    The rights are on these pages of the providers: "Actions, resources, and condition keys for
+    Amazon S3"; "IAM permissions for Cloud Storage"; for Azure "Permissions for calling data
+    operations".
     """
     url, access = spec.parsed, Access(spec)
     write = f"{BLOBS}/write"
@@ -141,7 +142,7 @@ def check_up(
             for finding in findings(spec, objects, table(spec, objects)):
                 queued.put(finding)
                 stop.check()
-        except BaseException:  # the last check, which cleans up, was not reached
+        except BaseException:  # perhaps the last check, which cleans up, was not reached
             objects.abandon()
             raise
         finally:

@@ -70,7 +70,7 @@ class Scratch:
         self.spec = spec.child(f"{name}-{new_nonce()}")
         self._folder = Path(self.spec.parsed.prefix) if spec.parsed.scheme == "file" else None
         above = () if self._folder is None else self._folder.parents
-        # The folders that a write makes, the innermost first.
+        # The folders that a write will make. `parents` has the innermost first.
         self._new_folders = [folder for folder in above if not os.path.lexists(folder)]
         self.store: ObjectStore = self.spec.open()
         self.keys: set[str] = set()
@@ -103,7 +103,7 @@ class Scratch:
 
         Whatever fails, the rest is tried.
         """
-        errors: list[DcpObjstoreError] = []
+        errors: list[DcpObjstoreError] = []  # a longer list after an attempt: it failed
         listed_before = _attempt(errors, lambda: {meta.key for meta in self.store.list()})
         undeleted = set()
         for key in sorted(self.keys | (listed_before or set())):
@@ -112,8 +112,9 @@ class Scratch:
             if len(errors) > error_count:
                 undeleted.add(key)
         listed_after = _attempt(errors, lambda: {meta.key for meta in self.store.list()})
+        # What is still listed was not removed; without a listing, what could not be deleted.
         keys = undeleted if listed_after is None else listed_after
-        # Their errors do not count: few stores list uploads.
+        # An error of this listing does not count, because few stores can list uploads.
         for upload in _attempt([], lambda: self.uploads().list()) or ():
             error_count = len(errors)
             _attempt(errors, partial(self.uploads().abort, upload))
