@@ -115,7 +115,7 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> 
 def unbind_default_group() -> None:
     """Make the functions of `torch.distributed.nn` refer to the default group by None.
 
-    That is their default argument if the module is imported before `init_process_group`. If it is
+    None is their default argument if the module is imported before `init_process_group`. If it is
     imported later, as DDP and torch.compile do it, they keep the group itself. Then its threads
     stay after `destroy_process_group`, and one of them may abort Python at its end. torch 2.9 to
     2.15.
@@ -149,6 +149,7 @@ def storage_number(tensor: torch.Tensor) -> int:
 def copied_to_host(value: ShardedTensor) -> ShardedTensor:
     """Copy this rank's shards of a ShardedTensor (FSDP1) to host memory. torch 2.9 to 2.15."""
     metadata = copy.deepcopy(value.metadata())
+    # The placement says where a shard is, as "rank:0/cuda:0".
     for shard in metadata.shards_metadata:
         rank = None if shard.placement is None else shard.placement.rank()
         shard.placement = None if rank is None else _remote_device(f"rank:{rank}/cpu")
@@ -254,7 +255,7 @@ def rebuilt(value: Any, new_parts: Iterator[Any]) -> Any:
     """Return a value like this one, made of other parts. torch 2.9 to 2.15.
 
     Args:
-        value: a wrapper, or any other value, whose only part it is.
+        value: a wrapper, or any other value, which is its own only part.
         new_parts: what takes the place of `parts(value)`, in their order.
     """
     if type(value) is torch.Tensor:
@@ -290,6 +291,7 @@ def _form(tensor: Any) -> tuple[object, ...]:
         return tensor.dtype, tensor.shape
     names, context = tensor.__tensor_flatten__()
     inner = {name: _form(value) for name, value in _inner(tensor).items()}
+    # What it names besides tensors.
     others = [getattr(tensor, name) for name in names if name not in inner]
     return type(tensor), tensor.dtype, tensor.shape, context, inner, others
 
@@ -322,6 +324,7 @@ class HostStager(StateDictStager):
         self._copied = copied
 
     def _offload_tensor(self, x: torch.Tensor, memo: Any, non_blocking: bool = False) -> Any:
+        """Override `StateDictStager._offload_tensor`: `copied` comes first."""
         copied = self._copied(x)
         if copied is None:
             return super()._offload_tensor(x, memo, non_blocking)  # type: ignore[no-untyped-call]

@@ -75,7 +75,7 @@ class _Call:
 
         Only the rank with the first note has later looks. If no rank is missing, it is the last.
         """
-        self.due, now = math.inf, time.monotonic()
+        self.due, now = math.inf, time.monotonic()  # no later look, unless one is set below
         if self._store is None:
             # With its own connection, because another thread may be waiting in the group's.
             self._store = torch_private.default_store().clone()
@@ -84,7 +84,9 @@ class _Call:
             self._is_first = self._store.add(f"{self._notes}/count", 1) == 1
             if self._is_first:
                 self.due = self._began_at + _WARNED_AFTER_SECONDS
-            if self.is_over:  # since this look began: `remove` saw no store, so nobody clears
+            # If the call has ended during this look, `remove` may have found no store, and then
+            # nobody else removes the notes.
+            if self.is_over:
                 self.clear()
             return
         if self.missing_now():
@@ -185,7 +187,7 @@ def watching(url: str | None, group: dist.ProcessGroup | None, advice: str) -> I
         group: the ranks that make the call; None if this process is alone.
         advice: a sentence that says what to do if a rank does not come.
     """
-    # Other code refuses what is not a group, and a group that has gone.
+    # What is not a group, or has gone, is not watched; other code refuses it.
     is_usable = isinstance(group, dist.ProcessGroup) and torch_private.is_registered(group)
     is_alone = not is_usable or dist.get_world_size(group) == 1
     if group is None or is_alone or _current() is not None:
@@ -193,7 +195,7 @@ def watching(url: str | None, group: dist.ProcessGroup | None, advice: str) -> I
         return
     call = _of_thread.call = _Call(url, group, advice)
     try:
-        with contextlib.suppress(RuntimeError):  # no thread can be started
+        with contextlib.suppress(RuntimeError):  # if no thread can be started, nothing warns
             _watch.here.add(call)
         yield
     finally:

@@ -82,7 +82,7 @@ def typed_failures(
         KeyboardInterrupt: Ctrl-C was pressed; raised on the rank that received it.
         SystemExit: the program called `sys.exit`; raised on the rank that did so.
     """
-    handled = sys.exception()  # by the program, when it made this call
+    handled = sys.exception()  # the error that the program was handling when it made this call
     try:
         yield
     except CheckpointException as error:
@@ -98,10 +98,10 @@ def typed_failures(
     except Exception as error:
         if has_gone(group):
             raise gone_error(url) from error
-        if not isinstance(error, RuntimeError | ValueError):
+        if not isinstance(error, RuntimeError | ValueError):  # not of a collective
             raise
-        # Every rank's own failure arrives as a CheckpointException. So this is torch's report that
-        # a collective failed, in terms of sockets, which the traceback shows.
+        # What a rank's own code raises arrives as a CheckpointException. So this is torch's report
+        # that a collective failed. It speaks of sockets, and the traceback shows it.
         unseen = missing_ranks()
         raise RankFailedError(
             "a rank died, did not make this call, or did not answer in time"
@@ -267,7 +267,8 @@ def _raise_lowest(
     suffix = f" (also failed: {first_few(others, _OTHERS_SHOWN)})" if others else ""
     if not isinstance(cause, DcpObjstoreError):
         cause = typed(cause, first, url)
-    if gone and isinstance(cause, RankFailedError):  # torch's, which knows nothing of that group
+    # It stands for what torch raises once it no longer knows the group.
+    if gone and isinstance(cause, RankFailedError):
         raise gone_error(url) from cause
     # The error may have the rank within the group; replace it by the global rank.
     _raise_copy(cause, suffix, rank=first, url=url)

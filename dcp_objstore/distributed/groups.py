@@ -180,7 +180,7 @@ def _new_group(
         ranks = dist.get_process_group_ranks(process_group)
         return _connect(timeout, ranks=ranks, use_local_synchronization=True)
     if number is None:
-        # No other group: its thread may be using it.
+        # The group of another purpose cannot carry a number: its thread may be using it.
         carrier = _world() if torch_private.has_cpu_backend(_world()) else _existing(CALLS, None)
         if carrier is None:
             return _connect(timeout)

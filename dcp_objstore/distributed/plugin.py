@@ -60,9 +60,9 @@ def by_cause(
 ) -> DcpObjstoreError:
     """Return the error to raise for a foreign one that came up with a value of the state.
 
-    A full memory, a lack of files and what torch reports (RuntimeError) keep their text. For
-    anything else the user has to change something: also where a value is nested too deep, or torch
-    has not implemented something for it, which are RuntimeErrors, too.
+    If memory is full, files cannot be opened, or torch reports something (RuntimeError), the error
+    says no more. For anything else it advises the user to change something: also for a value that
+    is nested too deep or for which torch has not implemented something (which are RuntimeErrors).
 
     Args:
         doing: what could not be done.
@@ -179,7 +179,7 @@ class Target:
 
     @property
     def spec(self) -> StoreSpec:
-        """The store of that checkpoint.
+        """The store of the checkpoint that this thread is aimed at.
 
         Raises:
             ConfigError: no URL was given yet.
@@ -214,6 +214,7 @@ class Target:
         spec, options = self._current(), self._storage_options
         if spec is not None or options is None:
             return _restore_target, (spec, None, self.config)  # a spec pickles its own options
+        # If a name is in no schema, every option that is not well known may be a secret.
         without_secrets = public_options(options, mask=False, foreign=not are_known(options))
         return _restore_target, (None, without_secrets, self.config)
 
@@ -221,7 +222,7 @@ class Target:
 def _restore_target(
     spec: StoreSpec | None, storage_options: Mapping[str, object] | None, config: TransferConfig
 ) -> Target:
-    """Return a target with a store that exists already: it is not checked again."""
+    """Return a target with a store that was made, and so checked, before."""
     target = Target(None, storage_options, config)
     target._spec = spec
     return target

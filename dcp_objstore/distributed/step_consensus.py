@@ -126,7 +126,7 @@ class StepConsensus:
         with self._state:
             self._count += 1
             if self._hold is not None and self._count >= self._hold:
-                self._wait()  # without the lock, so that the other thread can go on
+                self._wait()  # it gives up the lock meanwhile, so that the other thread can go on
             agreed = self._agreed
             if agreed is None or self._count < agreed.boundary:
                 return frozenset()
@@ -182,13 +182,14 @@ class StepConsensus:
                     self._store = self._store and self._store.clone()
 
     def _poll(self) -> None:
+        """Look once whether a rank, or this one, requests something; if so, agree on a boundary."""
         with self._state:
             round_number, boundary, agreed = self._round, self._hold, self._agreed
             boundaries_per_poll = self._count - self._count_at_poll
             self._count_at_poll = self._count
         if agreed is not None:
             return  # the main thread has not reached the agreed boundary yet
-        if boundary is None:  # otherwise the store failed in this round, after it was chosen
+        if boundary is None:  # otherwise one was chosen in this round, and then the store failed
             reasons = frozenset(self._ask())
             if not (self._check_or_request(round_number, reasons) or reasons):
                 return
@@ -200,7 +201,7 @@ class StepConsensus:
         self._agree(round_number, boundary)
 
     def _check_or_request(self, round_number: int, reasons: frozenset[str]) -> bool:
-        """Return whether a rank has requested something; if not, request it for these reasons."""
+        """Return whether a rank has requested something; if none has, request what we have."""
         if self._store is None:
             return False
         key = f"{round_number}/request"
@@ -239,6 +240,7 @@ class StepConsensus:
         with self._announcing:  # the main thread may leave while the other announces
             if self._announced >= round_number:
                 return
+            # This sets nothing if an announcement is there: that of a call whose answer was lost.
             self._store.compare_set(f"{round_number}/at/{self._rank}", "", text)
             self._store.add(f"{round_number}/count", 1)
             self._announced = round_number

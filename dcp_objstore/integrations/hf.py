@@ -79,6 +79,7 @@ def _write_files(
     rank, _ = rank_and_world_size()
     # What is written last counts. A rank that the save did not have writes no files of its own.
     for files in (*reversed(of_ranks), *of_ranks[rank : rank + 1]):
+        # What is no dict is no files either: it fails the check below.
         contents = files.values() if isinstance(files, Mapping) else [None]
         if not all(isinstance(content, bytes) for content in contents):
             raise StateMismatchError(
@@ -170,7 +171,8 @@ class _AcceleratorFiles(PerRank):
                     path.read_bytes(), f"files, {path.name}", trust_pickle=self._trust_pickle
                 )
             self.value.load_state(str(folder))
-            # A rank without a random state would not have it, and gradient accumulation needs it.
+            # accelerate takes the step from the rank's own random state. A rank that the save did
+            # not have would get no step, which gradient accumulation needs.
             self.value.step = load_file(folder / "random_states_0.pkl")["step"]
 
     @contextmanager
@@ -280,7 +282,10 @@ class _SaveTotalLimit(RetentionPolicy):
     limit: int
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
-        """Return the newest steps; if the best is not among them, it takes the place of one."""
+        """Return the newest steps; if the best is not among them, it takes the place of one.
+
+        With a limit of 1, the newest step stays beside the best.
+        """
         latest = KeepLatest(self.limit).keeps(steps)
         best = max(steps, key=lambda facts: facts.step).metric("best_step")
         if best is None or int(best) in latest:
@@ -448,7 +453,8 @@ class _TrainerRun:
         assert self.scratch is not None
         write()
         folder = self.scratch / f"checkpoint-{step}"
-        # The Trainer has written the name of this folder for the best step.
+        # If this step is the best, the Trainer has noted this folder as its place, also in the file
+        # of its state. Both get the URL instead.
         if trainer.state.best_global_step == step:
             trainer.state.best_model_checkpoint = step_url(self.manager.url, step)
             if trainer.args.should_save:
@@ -460,11 +466,12 @@ class _TrainerRun:
         metrics = self._metrics(step)
         if self._background:
             is_best = trainer.state.best_global_step == step
+            # These two must not be skipped if the save before is still under way.
             needed = is_best or trainer.control.should_training_stop
             on_busy: Busy | None = "wait" if needed else None
             handle = self.manager.async_save(step, state, metrics=metrics, on_busy=on_busy)
             if handle is None:
-                return  # it was skipped
+                return  # it was skipped, so `_last_step` stays
             self._pending = handle
         else:
             self.manager.save(step, state, metrics=metrics)
@@ -559,7 +566,7 @@ class _ObjectStoreTrainer:
         best = cast(Any, self).state.best_model_checkpoint
         if "://" in best:
             self._object_store.load_model(best)
-        else:  # it was resumed from a local folder
+        else:  # training went on from a local folder, which has the best step
             super()._load_best_model()  # type: ignore[misc]
 
 

@@ -112,7 +112,8 @@ def for_urls(ours: Callable[..., Any], original: Callable[..., Any], position: i
     Args:
         ours: our function.
         original: the function for other arguments.
-        position: the position of the argument that may be a URL.
+        position: the position of the argument that may be a URL. (Passed by its name, it is not
+            looked at.)
     """
 
     @functools.wraps(original)
@@ -278,12 +279,13 @@ def _new(owner: Any, make: _Replacement) -> Callable[..., object]:
             try:
                 arguments = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments
             except TypeError:
-                arguments = {}  # `__init__` raises it
+                arguments = {}  # `__init__`, which Python calls next, raises it, too
             if redirect := _redirect(arguments.get("path")):
                 return make(*redirect, arguments)
+        # `object.__new__` takes no other arguments.
         return original(cls) if original is object.__new__ else original(cls, *args, **kwargs)
 
-    # What programs look at that pass only the options this version of torch has.
+    # Programs look at the signature, to pass only options that this version of torch has.
     __new__.__signature__ = inspect.signature(owner.__init__)  # type: ignore[attr-defined]
     return __new__
 
@@ -318,7 +320,8 @@ def _writer(settings: _Settings, url: str, arguments: Mapping[str, Any]) -> Inst
         allow_unfenced=settings.allow_unfenced,
         local=settings.local,
     )
-    # Not as an argument, because another `checkpoint_id` of the first save counts, as with torch's.
+    # Not as an argument: a writer that is made with a URL refuses another `checkpoint_id` in its
+    # first save, while torch's writer takes it.
     writer.reset(url)
     return writer
 
@@ -331,7 +334,7 @@ def _reader(settings: _Settings, url: str, arguments: Mapping[str, Any]) -> Inst
         trust_pickle=settings.trust_pickle,
         local=settings.local,
     )
-    reader.reset(url)
+    reader.reset(url)  # not as an argument, as in `_writer`
     return reader
 
 
@@ -364,7 +367,7 @@ def _with_writer(save: Callable[..., Any]) -> Callable[..., Any]:
         if redirect := _redirect(checkpoint_id):
             if storage_writer is None:
                 storage_writer = _writer(*redirect, {})
-            # A child has nothing installed: there, no path would be taken for a URL.
+            # A child process has nothing installed, and would not take "s3:/bucket/run" for a URL.
             if isinstance(storage_writer, ObjectStoreWriter):
                 checkpoint_id = redirect.url
         return save(*args, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **kwargs)

@@ -168,6 +168,8 @@ def _url(path: object) -> str | None:
     fsspec finds.
     """
     text = str(path)
+    # A text with "://" is a URL of any scheme: `StoreSpec` refuses one that it does not know. Of
+    # "s3://bucket/run", a `pathlib.Path` has made "s3:/bucket/run", which `url_in` undoes.
     url = text if "://" in text else url_in(text, SCHEMES)
     if url is None:
         return None
@@ -237,7 +239,7 @@ class _ObjectStore:
             user_metadata: what the marker says of it.
             run_url: the URL of the run. Default: not known.
         """
-        self._finish_deletions()  # one may be that of an earlier checkpoint at this URL
+        self._finish_deletions()  # one may be of an earlier checkpoint at this URL
         if not current_rank():
             parts = {**parts, META_KEY: _Meta(meta, trust_pickle=True)}
         options: Any = {**self._transfer, "overwrite": True, "user_metadata": user_metadata}
@@ -268,7 +270,7 @@ class _ObjectStore:
         """Whether a checkpoint is committed at a URL. A collective."""
 
         def is_committed() -> bool:
-            self._finish_deletions()
+            self._finish_deletions()  # one may be of this checkpoint
             stored = read_marker(StoreSpec(url, **self.access).open())
             return stored is not None and stored.record.is_committed
 
@@ -288,7 +290,7 @@ class _ObjectStore:
 
         def remove() -> None:
             try:
-                # The caller has saved a newer one, or saved this one for a moment.
+                # It may be the newest: Lightning's tuner saves one only for a moment.
                 self.deletions.delete(StoreSpec(url, **self.access), None, allow_newest=True)
             except errors.CheckpointNotFoundError:
                 pass
@@ -347,7 +349,7 @@ class _TrainerStrategy(_Hooks):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         filepath, url = self._shared_path(filepath)
-        if url is None or storage_options is not None:  # which Lightning refuses
+        if url is None or storage_options is not None:  # Lightning's method refuses storage options
             self._original("save_checkpoint", checkpoint, filepath, storage_options)
             return
         meta = dict(checkpoint)
@@ -357,7 +359,7 @@ class _TrainerStrategy(_Hooks):
         user_metadata: dict[str, object] = {
             name: meta[name] for name in ("epoch", "global_step") if name in meta
         }
-        if states is None:
+        if states is None:  # saved with `save_weights_only=True`
             user_metadata[_WEIGHTS_ONLY] = True
         # A run, which may be swept, is a folder of one of the callbacks.
         callbacks = self._target.lightning_module.trainer.checkpoint_callbacks
@@ -440,6 +442,7 @@ class _FabricStrategy(_Hooks):
                 " for (with strict=False it stays as it is)",
                 url=url,
             )
+        # What the state asks for is put into it, and taken from the values to return.
         for key in others.keys() - absent:
             if isinstance(others[key], Stateful):
                 others[key].load_state_dict(values.pop(key))
@@ -467,7 +470,7 @@ class _ModelCheckpoint(_Hooks):
         Of the last of several callbacks, Lightning takes the one with the latest time.
         """
         dirpath = self._target.dirpath
-        if dirpath is None and not trainer.loggers:  # Lightning sets it only later
+        if dirpath is None and not trainer.loggers:  # the folder that Lightning sets only later
             dirpath = posixpath.join(trainer.default_root_dir, "checkpoints")
         url = _url(dirpath)
         if url is None:

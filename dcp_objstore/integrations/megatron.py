@@ -185,6 +185,8 @@ def _hook() -> None:
             "install() cannot hook this version of Megatron-Core; use megatron-core 0.19"
         )
     save, load = strategies.TorchDistSaveShardedStrategy, strategies.TorchDistLoadShardedStrategy
+    # Each library has classes of the same names: Megatron's own and, if it is installed,
+    # nvidia-resiliency-ext.
     libraries = [strategies.get_async_strategy("mcore")[1]]
     with contextlib.suppress(ModuleNotFoundError):
         libraries.append(strategies.get_async_strategy("nvrx")[1])
@@ -195,7 +197,7 @@ def _hook() -> None:
         queue, writer = library["AsyncCallsQueue"], library["FileSystemWriterAsync"]
         queue.schedule_async_request = _with_threads(queue.schedule_async_request)
         writer.__init__ = for_urls(_refuse, writer.__init__, 1)
-    # One without our functions, which answers for other paths.
+    # An object without our functions, which answers for other paths.
     original = type(maybe_msc)()
     for name, ours in _REPLACEMENTS.items():
         # For "os.path.exists", `maybe_msc` gets an attribute `os`, that one `path` and so on.
@@ -249,7 +251,8 @@ def _open(spec: StoreSpec, _path: Any, mode: str = "r", **_: Any) -> Any:
             raise UnsupportedError(
                 "Megatron writes this as a local file; name a local folder for it", url=spec.url
             )
-        return io.BytesIO() if "b" in mode else io.StringIO()  # the commit says all of it
+        # What Megatron writes there goes nowhere: the commit says all of it.
+        return io.BytesIO() if "b" in mode else io.StringIO()
     body = _last_looked_up.pop(spec.url) if spec.url in _last_looked_up else _body(spec)
     if body is None:
         raise FileNotFoundError(f"there is no object {spec.url!r}")
@@ -263,6 +266,7 @@ def _body(spec: StoreSpec) -> bytes | None:
         return None
     if name == TRACKER and (tracker := _tracker_text(folder)) is not None:
         return tracker.encode()
+    # A checkpoint that `_save` has written has no such objects; one of Megatron's own writer has.
     metadata = _metadata_of(folder) if name in _OF_COMMIT else None
     if metadata is not None and _FORMAT.items() <= metadata.items():
         return json.dumps(_OF_COMMIT[name]).encode()
@@ -356,7 +360,7 @@ class _Run:
                 spec, group, retainer, user_metadata={}, max_failed=0, saving=saving
             )
         if self.resumed is not None:
-            self._saves.finish_pending()  # a save that began before the load
+            self._saves.finish_pending()  # wait for a save that began before the load
             self._saves.resume(self.resumed, went_back=True)
             self.resumed = None
         return self._saves
@@ -379,7 +383,8 @@ def _with_resume(original: Callable[..., Any]) -> Callable[..., Any]:
         spec = installed_spec(checkpoint_dir)
         if spec is None:
             return original(self, state, checkpoint_dir, *args, **kwargs)
-        self.cache_metadata = False  # with a cache, it would read by a class of Megatron's
+        # With a cache, Megatron would read by a class of its own, and not by ours.
+        self.cache_metadata = False
         loaded = original(self, state, checkpoint_dir, *args, **kwargs)
         run, iteration = _run_at(spec)
         if run is not None:
@@ -503,7 +508,7 @@ def _async_save(
         return request(_Thread(handle), (), [handle.result])
     saves = run.saves()
     of_step = saves.async_save(number, values, "wait", planner, **_STEP_METADATA)
-    assert of_step is not None  # the one before was waited for
+    assert of_step is not None  # with "wait", no save is skipped
     return request(_Thread(of_step), (), [functools.partial(saves.finish_pending, of_step)])
 
 
@@ -531,12 +536,13 @@ class _Thread:
 
 
 def _with_threads(original: Callable[..., int]) -> Callable[..., int]:
-    """Queue a save that runs in a thread without a process for it."""
+    """Wrap `schedule_async_request`: if a save runs in a thread, queue it, and fork no process."""
 
     @functools.wraps(original)
     def schedule_async_request(self: Any, request: Any) -> int:
         if not isinstance(request.async_fn, _Thread):
             return original(self, request)
+        # Do as the original does, with the thread in the place of its process.
         library = sys.modules[original.__module__]
         caller = library.TemporalAsyncCaller()
         caller.process, caller.start_time = request.async_fn, time()

@@ -55,7 +55,8 @@ def peft_state(model: Any) -> dict[str, Any]:
             "peft_state takes a PeftModel, or a model of transformers after its add_adapter; got"
             f" {type(inner).__name__}"
         )
-    # PEFT asks parts for their state dicts. FSDP1 would take the first that it asks for the root.
+    # FSDP1 takes the module that is asked for a state dict first for the root of all. PEFT asks
+    # parts of the model, so the whole model is asked here; the result is not needed.
     get_model_state_dict(model)
     adapters = {
         name: Adapter(_config(inner, name), _names(inner, name)) for name in inner.peft_config
@@ -100,12 +101,12 @@ def _names(model: Any, adapter: str) -> dict[str, str | None]:
     )
     entries, names = {}, {}
     for name, tensor in tensors:
-        entry = tensor.detach()  # another object each, also where several share a tensor
+        entry = tensor.detach()  # an object for each name, also where several share a tensor
         saved_name = names[id(entry)] = _without_wrappers(name)
-        # PEFT looks for some by the names of modules, and for some by those of the state dict.
+        # PEFT looks some entries up by the names of modules, and some by those of the state dict.
         entries[name] = entries[saved_name] = entry
     saved = get_peft_model_state_dict(model, state_dict=dict(entries), adapter_name=adapter)
-    # A model of transformers names them so in its `save_pretrained`.
+    # The `save_pretrained` of a model of transformers adds this prefix.
     prefix = "" if _is_peft_model(model) else "base_model.model."
     return {prefix + _without_wrappers(name): names.get(id(entry)) for name, entry in saved.items()}
 

@@ -155,7 +155,10 @@ def _loadable(run: StoreSpec) -> tuple[int, ...]:
 
 
 def _agreed(spec: StoreSpec) -> bool | None:
-    """Return whether something exists in the run that is being loaded; None for other places."""
+    """Return whether something exists in the run that is being loaded.
+
+    None if it is not in that run, or if nothing is being loaded.
+    """
     if _Installed.agreed is None:
         return None
     run_url, steps = _Installed.agreed
@@ -185,7 +188,7 @@ def _isfile(spec: StoreSpec, _path: Any = None) -> bool:
     """Return whether an object exists; of an agreed step, whether the ranks agreed on it."""
     agreed = _agreed(spec)
     folder, name = spec.parent()
-    if agreed is not None or folder is None:  # without a folder, it is a bucket
+    if agreed is not None or folder is None:  # without a folder around it, it is a bucket
         return bool(agreed)
     try:
         folder.open().head(name)

@@ -54,7 +54,8 @@ class Chunks(Sequence[ChunkStorageMetadata]):
         """The tensor's chunks. Tensors that are cut in the same way share one tuple."""
         if self._chunks_once is None:
             offsets, sizes = self._index.boxes(self._key)
-            # The shape, too: 6 chunks of a vector and 3 of a matrix can have the same bytes.
+            # With the shape of the arrays: the 6 offsets of a vector's chunks and the 3 x 2 of a
+            # matrix's can have the same bytes.
             boxes = offsets.shape, offsets.tobytes(), sizes.tobytes()
             if boxes not in self._shared:
                 self._shared[boxes] = tuple(
@@ -128,7 +129,7 @@ def describe(index: ix.Index, load_id: str | None = None) -> Metadata:
 
 
 def _torch_constant(name: str, kind: type[T], key: str) -> T:
-    """Return torch's constant of this name, such as `torch.strided`; the index is of the `key`."""
+    """Return torch's constant that the index names for a tensor, such as `torch.strided`."""
     value = getattr(torch, name, None)
     if not isinstance(value, kind):
         raise CheckpointCorruptError(

@@ -177,6 +177,8 @@ class Outbound:
     def __init__(
         self, plan: PartPlan, config: TransferConfig, check_stopped: Callable[[], None]
     ) -> None:
+        # The parts in flight, and two more: one that the transport gathers, and one that is being
+        # copied or hashed. A part lies in at most four slots.
         parts = at_most(config.upload_concurrency, PINNED_MOST) + 2
         self.slots = max(5, parts * plan.part_size_bytes // SLOT_BYTES)
         self._slice_size_bytes = min(plan.slice_size_bytes, SLOT_BYTES)
@@ -219,7 +221,7 @@ class Outbound:
                 copies[0].ticket.synchronize()
                 yield copies.popleft().memory
         finally:
-            # If the caller stops early, wait: until here the device reads the tensor.
+            # If the caller stops early, copies may be under way: the device still reads the tensor.
             for copy in copies:
                 copy.ticket.synchronize()
 
@@ -237,7 +239,7 @@ class Outbound:
                 return wanted_bytes
             if free_bytes >= BLOCK_SIZE_BYTES:  # a shorter slice, cut between digest blocks
                 return free_bytes // BLOCK_SIZE_BYTES * BLOCK_SIZE_BYTES
-            self._open = None
+            self._open = None  # the slot returns to the ring once its slices were sent
         assert self._ring is not None
         slot = self._ring.acquire(self._check_stopped) if wait else self._ring.try_acquire()
         if slot is None:
@@ -338,7 +340,7 @@ class Inbound:
         lane = self._lanes[device]
         array: ByteArray = np.frombuffer(payload, dtype=np.uint8)
         slot: Slot | None = getattr(self._of_thread, "slot", None)
-        # None, too, for bytes that do not lie in the admitted memory.
+        # There is no view either of bytes that do not lie in the admitted memory.
         source = None if slot is None else slot.view_of(array)
         if slot is not None and source is not None:
             slot.tickets.append(lane.queue(functools.partial(work, source)))
@@ -372,8 +374,8 @@ class RingPlan(NamedTuple):
 def plan_ring(largest_bytes: int, concurrency: int, budget_bytes: int) -> RingPlan:
     """Divide a load's memory between the ring and the bodies that are being fetched.
 
-    A body in flight counts twice its size, for what the store takes while it is read, and its slot
-    counts once. If the budget does not allow one such request, there is no ring.
+    A request in flight takes a slot, and twice as much for its body, of which libraries keep the
+    pieces while they collect it. If the budget does not allow one request, there is no ring.
 
     Args:
         largest_bytes: the size of the largest body.
@@ -384,9 +386,9 @@ def plan_ring(largest_bytes: int, concurrency: int, budget_bytes: int) -> RingPl
     units = budget_bytes // slot_bytes  # a request takes three of these: its body two, its slot one
     if units < 3:
         return RingPlan(0, slot_bytes, budget_bytes)
-    # With a unit to spare, if there is one: for a slot that is being copied from.
+    # One unit is left, if there is one, for one more slot: some slots are still being copied from.
     requests = min(concurrency, max(1, (units - 1) // 3))
-    # At most two slots to spare; the rest of the budget would not make a load faster.
+    # At most two slots more than requests: the rest of the budget would not make a load faster.
     slots = min(units - 2 * requests, requests + 2)
     return RingPlan(slots, slot_bytes, 2 * requests * slot_bytes)
 

@@ -63,12 +63,13 @@ class FlatOptimizer:
         self.lacking: list[str] = []
         self._without_state: list[str] = []  # names that `restore` gives no state
         # Whether a load has to make destinations, because a parameter that trains has no state.
-        # A parameter without elements never gets a state, on a rank that has no shard of it.
+        # (On a rank that has no shard of it, a parameter has no elements, and never has a state.)
         self._is_fresh = not optimizer.state or any(
             parameter.requires_grad and parameter.numel() and parameter not in optimizer.state
             for group in groups
             for parameter in group
         )
+        # Only a load into a fresh optimizer has torch make a step, for the destinations.
         with _stepping(optimizer) if loading and self._is_fresh else _not_stepping(optimizer):
             self.state_dict: dict[str, Any] = dict(get_optimizer_state_dict(module, optimizer))
         state: dict[str, Any] = self.state_dict["state"]
@@ -84,13 +85,15 @@ class FlatOptimizer:
         state = {}
         for name, entries in self.state_dict["state"].items():
             is_saved = not entries or any(f"state.{name}.{entry}" in saved for entry in entries)
-            # The checkpoint has the parameter itself, but no state of it.
+            # The checkpoint has the parameter itself, but no state of it. (If it has nothing of the
+            # optimizer at all, a load that is not strict leaves the optimizer as it is.)
             was_without = not is_saved and record.names(name, self._owner) and (strict or saved)
             if not was_without:
                 state[name] = entries
             elif has_state:
                 self.lacking.append(name)
-            # Not strict, an unsaved entry keeps its value; but one that `_stepping` made has none.
+            # If the load is not strict, an entry that was not saved keeps its value. But one that
+            # `_stepping` made has none to keep.
             is_unfilled = not is_saved and not strict and self._is_fresh
             if was_without or is_unfilled:
                 self._without_state.append(name)
@@ -99,12 +102,13 @@ class FlatOptimizer:
     def restore(self, values: dict[str, Any]) -> None:
         """Put loaded values into the optimizer."""
         for name in self._without_state:
-            values["state"][name] = {}  # torch 2.9 needs one for each parameter
-        # Not strict: what the checkpoint lacks was refused, or stays as it is.
+            values["state"][name] = {}  # torch 2.9 needs an entry for each parameter
+        # Not strict: the planner has refused what the checkpoint lacks, or left it as it is.
         options = StateDictOptions(strict=False)
         with _not_stepping(self._optimizer):
             set_optimizer_state_dict(self._module, self._optimizer, values, options=options)
         state = self._optimizer.state
+        # Take the empty entries out again: a parameter without state has none.
         for parameter in [parameter for parameter, entries in state.items() if not entries]:
             del state[parameter]
 
@@ -118,13 +122,13 @@ class _Stepped(defaultdict[Any, Any]):
 
 @contextmanager
 def _not_stepping(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keep torch from making a state for an optimizer that has none."""
+    """Keep torch from making a state, by a step, for an optimizer that has none."""
     before = optimizer.state
     stepped = optimizer.state = _Stepped(dict, before)
     try:
         yield
     finally:
-        if optimizer.state is stepped:  # otherwise it has loaded another
+        if optimizer.state is stepped:  # otherwise `load_state_dict` has replaced it in the block
             optimizer.state = before
 
 
@@ -132,7 +136,8 @@ def _not_stepping(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def _stepping(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let torch make a state for an optimizer in the block; keep its own, gradients and settings.
 
-    torch silently makes none if there are gradients, and leaves a learning rate of 0 if it fails.
+    torch makes it by a step with zero gradients and a learning rate of 0. It silently makes none if
+    there are gradients, and leaves the learning rate at 0 if the step fails.
     """
     groups = optimizer.param_groups
     settings = [dict(group) for group in groups]

@@ -73,18 +73,18 @@ def device_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the bytes of a contiguous tensor of any device as a view; None if impossible."""
     if not _is_raw(tensor):
         return None
-    # In inference mode, a view with another dtype is an inference tensor even if `tensor` is none,
-    # and other threads could not write to it.
+    # In inference mode, a view with another dtype is an inference tensor even if `tensor` is not
+    # one, and other threads could not write to it.
     with torch.inference_mode(tensor.is_inference()):
         # Not `view(-1)`, which keeps the stride of a single element that lies in a larger tensor.
         return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def same_memory(value: Any) -> tuple[object, ...] | None:
-    """Return what stands for the elements of a tensor: equal for the same ones, as of tied weights.
+    """Return a key of a tensor's elements in memory; those of tied weights have the same key.
 
-    None if it is not a plain tensor. For a DTensor, the rank's own part decides, which may
-    be empty.
+    None if it is not a plain tensor. The key of a DTensor is that of this rank's part, which may be
+    empty.
     """
     local = torch_private.local_tensor(value)
     if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout != torch.strided:
@@ -123,12 +123,13 @@ def copy_elements(source: torch.Tensor, destination: torch.Tensor) -> None:
         for source_part, part in zip(parts(source), parts(destination), strict=True):
             copy_elements(source_part, part)
         return
-    if is_wrapper(destination):  # of another class, or with other settings: by its `copy_`
+    if is_wrapper(destination):  # the source has another class or settings: `copy_` must convert it
         check_takes_values(destination)
     if source.is_quantized or destination.is_quantized:
         _check_quantization(source, destination)
     source_bytes, destination_bytes = byte_memory(source), byte_memory(destination)
     if source_bytes is None or destination_bytes is None or source.dtype != destination.dtype:
+        # A tensor that was made in inference mode can be written to only in that mode.
         with torch.inference_mode(parts(destination)[0].is_inference()), torch.no_grad():
             destination.copy_(values_of(source))
     else:
@@ -137,7 +138,7 @@ def copy_elements(source: torch.Tensor, destination: torch.Tensor) -> None:
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a wrapper as a plain tensor; or the tensor."""
+    """Return the elements of a wrapper as a plain tensor; any other tensor as it is."""
     if not is_wrapper(tensor):
         return tensor
     try:
@@ -149,12 +150,12 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 def check_takes_values(wrapper: torch.Tensor) -> None:
     """Raise unless the class of a wrapper copies plain elements into it.
 
-    Ones, then zeros are copied to a trial wrapper, which must differ after the two copies. A class
-    whose `copy_` turns the wrapper into a plain tensor first changes only that tensor, and raises
-    no error.
+    Ones, then zeros are copied to a trial wrapper, whose parts must differ after the two copies.
+    (Some classes turn the wrapper into a plain tensor and copy to that: nothing is raised, and the
+    wrapper stays as it was.)
 
     Raises:
-        StateMismatchError: the class refuses the elements, or the copy stays as it was.
+        StateMismatchError: the class refuses the elements, or the trial wrapper does not change.
     """
     trial, parts_after = with_own_memory(wrapper), []
     try:
@@ -243,12 +244,12 @@ def fill_order(tensors: Mapping[str, Sequence[torch.Tensor]]) -> FillOrder:
     """
     regions: list[_Region] = []
     for key, key_tensors in tensors.items():
-        # One by one the parts of which the key's tensors are made: of a plain one, itself.
+        # A wrapper has a region for each tensor that it is made of; a plain tensor has one.
         for same_parts in zip(*map(parts, key_tensors), strict=True):
             nonempty = [part for part in same_parts if part.numel()]
             if nonempty:
                 regions.append(_region(key, len(regions), nonempty))
-    # The pairs of overlapping regions of two keys, the one filled earlier first.
+    # Each pair of overlapping regions of two keys: first the region that is filled earlier.
     pairs: list[list[_Region]] = []
     open_regions: list[_Region] = []  # those that may overlap the next one
     for region in sorted(regions, key=attrgetter("device", "start")):
@@ -262,9 +263,10 @@ def fill_order(tensors: Mapping[str, Sequence[torch.Tensor]]) -> FillOrder:
                 pairs.append(sorted((before, region), key=attrgetter("number")))
         open_regions.append(region)
     hidden_numbers = {earlier.number for earlier, later in pairs if later.covers(earlier)}
-    # A wrapper has a region for each part. It is needed as long as one of them is not hidden.
+    # A key must be filled if one of its regions is not hidden by a later key.
     needed = {region.key for region in regions if region.number not in hidden_numbers}
     covered = {region.key for region in regions} - needed
+    # Regions may overlap where tensors do not, as those of two columns of one matrix.
     last = {
         later.key
         for earlier, later in pairs

@@ -74,6 +74,7 @@ class NamedOptimizer:
         self.has_names = is_numbered_state(self._packed)
         if not self.has_names:
             return
+        # A parameter has several names if modules share it.
         names_of_id: dict[int, list[str]] = defaultdict(list)
         for name, tensor in torch_private.all_parameters(module):
             names_of_id[id(tensor)].append(name)
@@ -89,53 +90,64 @@ class NamedOptimizer:
             for name in parameter.names
             if name in names
         }
+        # In `state_dict`, a parameter goes by its first name.
         first_names = {number: parameter.names[0] for number, parameter in self._parameters.items()}
         groups = [
             {**group, "params": [first_names[number] for number in group["params"]]}
             for group in self._packed["param_groups"]
         ]
+        # A key that is not a parameter's number stands for something else, such as a counter.
         state = {
             first_names.get(key, key): value
             for key, value in self._packed["state"].items()
             if key not in first_names or (first_names[key] in names and value != {})
         }
         self.state_dict = {**self._packed, "state": state, "param_groups": groups}
-        if not state:
+        if not state:  # an empty dict would be stored here, as a value
             del self.state_dict["state"]
         members = repr([group["params"] for group in groups])
         digest = xxhash.xxh3_64_hexdigest(members.encode())
         self._own_groups = f"groups.{digest}"
         if rank_and_world_size()[1] > 1:
-            self.state_dict["groups"] = {digest: (groups,)}  # in a tuple: DCP stores it as one
+            self.state_dict["groups"] = {digest: (groups,)}  # DCP stores a tuple as one value
 
     def ask(
         self, current: Any, record: Record, place: Place, *, strict: bool
     ) -> dict[str, Any] | None:
-        """Return what to load into, by the rest of the key; None if nothing was saved there."""
+        """Return what to load into, by the rest of the key; None if nothing was saved there.
+
+        Args:
+            current: `state_dict`, with str keys.
+            record: what the checkpoint has.
+            place: the optimizer's place in the state.
+            strict: whether the load is strict; for `restore`.
+        """
         asked = Asked(current, record, place)
         if not asked.saved:
             return None
         self._asked, self._place, self._strict = asked, ".".join(place), strict
-        places = record.places_beside(self._owner)  # a parameter of another rank may be in each
+        # The modules of other ranks may stand at each place beside this rank's module.
+        places = record.places_beside(self._owner)
         is_parameter = functools.cache(
             lambda name: any(record.names(name, (place,)) for place in places)
         )
         for rest, saved_path in asked.saved.items():
             path = self._path_of(rest, saved_path, asked, is_parameter)
-            if path is None:
+            if path is None:  # the entry belongs to other ranks, or to a parameter that is gone
                 continue
             own = asked.own.get(rest)
             if path[0] == "param_groups":
-                asked.ask(rest, path, None, like=own)  # `restore` chooses among several groups
+                asked.ask(rest, path, None, like=own)  # not into `own`: `restore` chooses
             else:
                 saved = record.entries[f"{self._place}.{rest}"]
                 fits = isinstance(own, torch.Tensor) and own.size() == getattr(saved, "size", None)
                 asked.ask(rest, path, own if fits else None, self._like(path, saved, record))
+        # The numbers of parameters that the checkpoint has, and the names that have a saved state.
         self._known = {
             number for name, number in self._number_of.items() if record.names(name, self._owner)
         }
         stated = {path[1] for path in asked.paths.values() if len(path) > 2 and path[0] == "state"}
-        if not stated.isdisjoint(self._number_of):
+        if not stated.isdisjoint(self._number_of):  # else no parameter has state
             self.lacking = [
                 names[0]
                 for tensor, names, _ in map(self._parameters.__getitem__, sorted(self._known))
@@ -155,7 +167,9 @@ class NamedOptimizer:
             is_parameter: whether a module of the checkpoint has a parameter of a name.
         """
         kind, _, tail = rest.partition(".")
-        if kind == "groups":  # of other parameters only if the save had no rank with just these
+        # A rank asks for the groups of its own parameters. If no rank of the save had just these,
+        # it asks for the groups of all ranks, and `_loaded_groups` looks for its parameters there.
+        if kind == "groups":
             is_own = rest == self._own_groups or self._own_groups not in asked.saved
             return path if is_own else None
         if kind not in ("state", "param_groups"):  # an optimizer may have more entries
@@ -171,7 +185,8 @@ class NamedOptimizer:
         if own is not None:
             names = self._parameters[self._number_of[own]].names
             return (kind, names[0], *below(path, len(f"{kind}.{own}.")))
-        # The state of another rank's parameter or of one that is gone, or a counter.
+        # The entry is not of an own parameter. It is of another rank's or of one that is gone, if a
+        # module of the checkpoint has such a name; else it is of no parameter, as a counter is.
         is_gone = any(is_parameter(name) for name in prefixes(tail) if name != tail)
         return None if is_gone else (kind, *below(path, len(f"{kind}.")))
 
@@ -183,6 +198,7 @@ class NamedOptimizer:
         if len(path) < 3 or path[0] != "state" or path[1] not in self._number_of:
             return None
         tensor, _, group = self._parameters[self._number_of[path[1]]]
+        # `load_state_dict` leaves `step` on its device, except with one of these two settings.
         on_device = group.get("capturable") or group.get("fused")
         if path[-1] == "step" and not on_device:
             return None
@@ -199,7 +215,7 @@ class NamedOptimizer:
             StateMismatchError: parameters of one group were saved with different settings. If not
                 strict, the group keeps its own.
         """
-        if self._asked is None:
+        if self._asked is None:  # nothing was saved
             return
         loaded = self._asked.loaded(values)
         groups = self._loaded_groups(loaded.pop("groups", {}), loaded.pop("param_groups", []))
@@ -219,7 +235,9 @@ class NamedOptimizer:
             "param_groups": groups,
         }
         self._optimizer.load_state_dict(packed)
-        if self._outer is not self._optimizer:  # its groups have the parameters of all ranks
+        # A ZeroRedundancyOptimizer has groups itself, with the parameters of all ranks. They get
+        # the settings, but keep their members.
+        if self._outer is not self._optimizer:
             for outer, group in zip(self._outer.param_groups, groups, strict=True):
                 outer.update({key: group[key] for key in group if key not in _MEMBERS})
 
@@ -233,9 +251,10 @@ class NamedOptimizer:
         by_name = settings if isinstance(settings, dict) else {}
         saved = [group for (groups,) in of_ranks.values() for group in groups]
         saved += [] if by_name else settings
-        # Where several groups have a parameter, the first counts: that of the ranks' own groups.
+        # If several groups have a parameter, the first counts: `groups` come before the numbered
+        # groups, which are those of one rank.
         group_of = {name: group for group in saved[::-1] for name in group.get("params", ())}
-        group_of |= by_name
+        group_of |= by_name  # in the flattened form, each parameter has its own settings
         empty = iter([group for group in saved if not group.get("params")])
         defaults = getattr(self._optimizer, "defaults", ())  # PostLocalSGDOptimizer has none
         groups, kept = [], []
@@ -254,7 +273,8 @@ class NamedOptimizer:
                 )
             if differing or not sources:
                 kept.append(f"group {index}: {first_few(differing, 3) or 'all'}")
-            # A setting that the constructor knows stays: an older version may not have saved it.
+            # The group's own values of these stay, if no saved value replaces them. A setting that
+            # the constructor has may be newer than the version that saved the groups.
             stays = (*_MEMBERS, *differing, *defaults) if sources else own
             groups.append({key: own[key] for key in own if key in stays} | copy.deepcopy(agreed))
         if kept:

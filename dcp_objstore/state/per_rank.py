@@ -113,6 +113,7 @@ class RandomState:
         """Return the current states."""
         version, words, gauss = random.getstate()
         kind, keys, position, has_gauss, cached = np.random.get_state()
+        # To read states of CUDA would initialize it.
         in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         cuda = torch.cuda.get_rng_state_all() if in_use else []
         return {

@@ -69,7 +69,8 @@ class Record:
     def below(self, place: Place) -> dict[str, Path]:
         """Return what was saved below a place: the rest of each key, with its path from there."""
         name = ".".join(place)
-        # The keys that begin with "<name>." come before "<name>/", because "/" follows ".".
+        # In sorted order, the keys that begin with "<name>." stand from "<name>." up to "<name>/",
+        # because "/" is the character after ".".
         start, end = (bisect_left(self._sorted, name + sign) for sign in "./")
         length = len(name) + 1
         return {
@@ -151,6 +152,7 @@ class Asked:
     """
 
     def __init__(self, current: Any, record: Record, place: Place) -> None:
+        # The value's own paths count: a checkpoint may not say how its keys were nested.
         own_paths = {_name(path): (path, item) for path, item in leaves(current)}
         self.own = {name: item for name, (_, item) in own_paths.items()}
         self.saved = {
@@ -174,8 +176,9 @@ class Asked:
         key = _name((*self._place, name))
         saved = self._record.entries[key]
         if not isinstance(saved, TensorStorageMetadata):
-            current = None
+            current = None  # DCP puts the value there
         elif not isinstance(current, torch.Tensor):
+            # `Record.takes` may put another tensor in the place of this one.
             self._record.destinations[key] = _Destination(self.wanted, name)
             current = _destination(saved, like)
         self.paths[name], self.wanted[name] = path, current
@@ -183,11 +186,12 @@ class Asked:
     def ask_for_all(self) -> None:
         """Ask for all that was saved, and for what the value has and the checkpoint lacks.
 
-        The planner says that it lacks it. But the length of a list, and whether a value is one
-        entry or several, was decided by the save.
+        The planner reports what the checkpoint lacks. But an own entry is not asked for if the save
+        decided otherwise: by the length of a list, or by whether something is one entry or several.
         """
         for name, path in self.saved.items():
-            # The entry of a list that has grown is like the tensor before it.
+            # In a list, a new tensor is made like the last own tensor up to its place: the saved
+            # list may be longer.
             numbers = range(path[-1], -1, -1) if type(path[-1]) is int else ()
             entries = (self.own.get(_name((*path[:-1], number))) for number in numbers)
             like = next((entry for entry in entries if isinstance(entry, torch.Tensor)), None)
@@ -198,8 +202,8 @@ class Asked:
         for name, (path, item) in self._own_paths.items():
             # Each container around the entry, with the step that leads on from it.
             outers = [(_name(path[:number]), step) for number, step in enumerate(path)]
-            # Saved were entries below it, a value in place of a container around it, or other
-            # entries of a list that it is in.
+            # The save decided otherwise if it has entries below this one, or a single value in
+            # place of a container around it, or, of a list around it, only other entries.
             is_decided = name in containers or any(
                 outer in self.saved or (outer in containers and type(step) is int)
                 for outer, step in outers
@@ -226,7 +230,7 @@ def _destination(saved: TensorStorageMetadata, like: Any) -> torch.Tensor:
     dtype = saved.properties.dtype or torch.uint8  # one that is unknown is refused when it is read
     device = getattr(like, "device", "cpu")
     if not isinstance(like, torch.Tensor) or like.size() != saved.size:
-        # A result computed with a DTensor is one, too. A number may be either.
+        # What an optimizer computes with a DTensor is a DTensor, too. A scalar may be one or not.
         if isinstance(like, DTensor) and (saved.size or is_sharded(saved)):
             return torch.distributed.tensor.empty(
                 saved.size,
@@ -359,7 +363,7 @@ def alike(original: Any, loaded: Any) -> Any:
             elif isinstance(own, Mapping) and not any(leaves(own)):
                 items[key] = own  # a dict without entries is not stored
         items.update(pair_of.values())  # what `original` does not have
-        if not isinstance(original, MutableMapping):
+        if not isinstance(original, MutableMapping):  # a copy of it could not be filled
             return items
         container = copy.copy(original)  # also of a Counter, an OrderedDict, a defaultdict
         container.clear()

@@ -123,6 +123,7 @@ class ConvertedState:
             self._check_memory()
         self._check_names_of_ranks()
         self._originals = {leaf.path: leaf.original for leaf in self._leaves}
+        # The values of which a load asks for what was saved, not for what they have.
         self._decided = {
             leaf.path
             for leaf in self._leaves
@@ -249,7 +250,7 @@ class ConvertedState:
         )
 
     def _plain(self, value: Any, path: Path = ()) -> Any:
-        """Rebuild the nesting in new dicts and lists, with the original state dicts in it.
+        """Return a value of the state in new dicts and lists, each leaf by its state dict.
 
         Keys become str: DCP names a value by `str(key)` and puts it back under that name.
 
@@ -262,8 +263,8 @@ class ConvertedState:
         if not isinstance(value, Mapping):
             return value
         if not value and not self._loading:
-            # DCP stores nothing of an empty dict. Below a place where the checkpoint decides, a
-            # load would not make one again.
+            # DCP stores nothing of an empty dict. But a value of which the checkpoint decides gets
+            # only what was stored, so there the dict is stored, as `Empty`.
             is_needed = any(path[:number] in self._decided for number in range(1, len(path)))
             return Empty if is_needed else {}
         name_of = str if self._loading else _literal_name
@@ -299,7 +300,7 @@ class ConvertedState:
             )
         return entry
 
-    @torch.inference_mode(mode=False)  # so that what is made can be stepped later
+    @torch.inference_mode(mode=False)  # so that an optimizer can step the tensors made here
     def ask(self, state_dict: dict[str, Any], record: Record) -> None:
         """Ask for what was saved of each optimizer and Stateful object.
 
@@ -343,33 +344,42 @@ class ConvertedState:
                 self._restore_one(leaf, loaded)
 
     def _restore_one(self, leaf: _Leaf, loaded: Any) -> None:
-        """Put loaded values back into one value of the user's state, by its kind."""
+        """Put loaded values back into one value of the user's state, by its kind.
+
+        Args:
+            leaf: the value, with its state dict from before the load (`original`), which is the
+                value itself if it has none.
+            loaded: what stands in `state_dict` at the value's place after the load.
+        """
         if isinstance(leaf.value, PerRank):
             leaf.value.fill(loaded)
             return
         if leaf.optimizer is not None:
+            # A tensor that is made in inference mode could not be changed outside of it later.
             with torch.inference_mode(mode=False):
                 leaf.optimizer.restore(loaded)
             return
-        if leaf.asked is not None:
-            loaded = leaf.asked.loaded(loaded)
+        if leaf.asked is not None:  # the load asked for each entry that was saved, by its name
+            loaded = leaf.asked.loaded(loaded)  # the same entries in nested dicts and lists
             if is_numbered_state(leaf.value):  # torch's own checkpoints have the numbers as str
                 loaded["state"] = {
                     int(key) if str(key).isdecimal() else key: entries
                     for key, entries in loaded.get("state", {}).items()
                 }
+        # In `state_dict`, dicts are plain and have str keys; `original` has the value's own types.
         loaded = alike(leaf.original, loaded)
         if leaf.module is not None:
-            # The planner has checked the names of a part.
+            # The value is the module, or a `Trainable` of it, whose state dict lacks some of the
+            # module's names. torch would refuse that; the planner has checked the names it has.
             options = StateDictOptions(strict=leaf.value is leaf.module)
             if loaded:  # torch refuses an empty one
                 set_model_state_dict(leaf.module, loaded, options=options)
         elif is_stateful(leaf.value):  # or an optimizer whose state dict has another form
-            with torch.inference_mode(mode=False):  # what is made can be changed later
+            with torch.inference_mode(mode=False):  # for the reason above
                 leaf.value.load_state_dict(loaded)
         elif isinstance(leaf.value, list) and isinstance(loaded, list):  # also of another length
             leaf.value[:] = loaded
-        elif isinstance(leaf.value, dict):
+        elif isinstance(leaf.value, dict):  # `alike` has made another dict
             leaf.value.clear()
             leaf.value.update(loaded)
         elif loaded is not leaf.value:
@@ -410,6 +420,7 @@ def _named_errors(value: Any, path: Path, call: str) -> Iterator[None]:
         if loads_optimizer and isinstance(error, KeyError):
             text = f"another optimizer than {type(value).__name__} wrote this, without {error}"
         if isinstance(error, MemoryError | torch.OutOfMemoryError | OSError):
+            # The state may be right: the machine had no memory, or could not read or write.
             raise RankFailedError(text, key=_name(path)) from error
         advice = (
             "; if its hooks rename keys, pass its state_dict() in its place"

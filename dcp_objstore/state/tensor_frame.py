@@ -145,12 +145,12 @@ def check_kind(value: object, key: str | None = None) -> None:
     tensor = torch_private.local_tensor(value)
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, torch_private.ShardedTensor):
         return
-    name, why = type(tensor).__name__, ""  # no reason: it can be saved and loaded
+    name, why = type(tensor).__name__, ""  # why not; if this stays empty, it can be saved
     if isinstance(value, DTensor) and any(map(Placement.is_partial, value.placements)):
         name, why = "DTensor with a Partial placement", "redistribute it to Shard or Replicate"
     elif is_lazy(tensor):
         why = "it has no shape before the module has run"
-    elif not hasattr(tensor, "__create_write_items__"):  # otherwise it tells DCP its chunks
+    elif not hasattr(tensor, "__create_write_items__"):  # a tensor with it tells DCP its chunks
         check_layout(torch.jagged if tensor.is_nested else tensor.layout, key)
         if torch_private.is_opaque(tensor):
             why = "it has no memory and no __tensor_flatten__; use the tensors that it is made of"

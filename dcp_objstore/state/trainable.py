@@ -49,8 +49,8 @@ class Trainable:
         }
 
         def belongs(name: str) -> bool:
-            # The parameter of the entry, or None for a buffer. A quantized parameter has further
-            # entries below its name.
+            # The parameter that an entry belongs to; None for a buffer. It is looked for among the
+            # prefixes, because a quantized parameter has further entries below its name.
             owner = next((prefix for prefix in prefixes(name) if prefix in trains), None)
             return name in self.frozen or (self.buffers if owner is None else trains[owner])
 
