@@ -14,8 +14,8 @@ def main() -> None:
             "dcp-objstore needs its 'cli' extra: pip install 'dcp-objstore[cli]'", file=sys.stderr
         )
         sys.exit(2)
-    # Imported objects stay. To look through them for cycles, again and again, would take a tenth of
-    # the time of a short command.
+    # Imported objects stay alive. If Python looked through them for reference cycles as often as it
+    # does by default, that would take a tenth of the time of a short command.
     gc.set_threshold(100_000)
     from dcp_objstore.cli.app import app
 

@@ -32,7 +32,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except Exception as error:
-            # click's NoSuchOption: somebody wrote it after the command.
+            # This is click's NoSuchOption: the user wrote the option after the command's name.
             if getattr(error, "option_name", None) == "--transport":
                 text = "stands before the command: dcp-objstore --transport NAME COMMAND"
                 error.message = f"--transport {text} ..."  # type: ignore[attr-defined]

@@ -200,6 +200,7 @@ def copy(
 
 def _print_report(report: object, *, as_json: bool) -> None:
     """Print what was written, for people or as one JSON object."""
+    # On a terminal, the bar of a save has ended with what was written.
     is_on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
     was_printed_by_bar = isinstance(report, SaveReport) and is_on_terminal
     if as_json:

@@ -92,7 +92,7 @@ def run_demo(
             demo.job(demo.ranks, torn=True)
             demo.job(demo.resume_ranks, torn=False)
         speeds = [] if report is None else demo.measure()
-        # No launcher ends before the others, because one of them has the store of the group.
+        # All starters end together, because the first one may have the TCPStore of all of them.
         crew.share("end", None)
     if not crew.is_first:
         return
@@ -191,10 +191,11 @@ def die_in_the_next_upload(doomed: StoreSpec, others: int) -> None:
         for _attempt in range(1200):
             if len(_ranks_that_wrote(meta.key for meta in doomed.open().list())) >= others:
                 break
-            time.sleep(0.1)  # after two minutes it is too late, as a proof will see
+            time.sleep(0.1)
+        # After two minutes this process is killed all the same, and then `prove_torn` fails.
         os.kill(os.getpid(), signal.SIGKILL)
 
-    # A save calls it for each object. In this process, which it ends, no other save comes.
+    # A save calls `upload_object` for each object. `die` ends this process, so it stays in place.
     upload_items.upload_object = die  # type: ignore[assignment,attr-defined]
 
 
@@ -323,7 +324,8 @@ class Demo:
         """
         ended = self.crew.run(ranks, train, self.spec, self._sequences, torn)
         for rank, end in enumerate(ended):
-            # Text is an error of something else. What else may end a torn job, the proofs decide.
+            # A torn job may end in any way but with a text, which is an error that is not of this
+            # library; the proofs say more. All ranks of another job must succeed.
             is_allowed = not isinstance(end.outcome, str) if torn else end.outcome is None
             if not is_allowed:
                 error = DemoFailedError(f"rank {rank} ended with {end.outcome!r}")

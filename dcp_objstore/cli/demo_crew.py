@@ -226,7 +226,8 @@ def _run_rank(files: str, job: _Job, rank: int, local_rank: int) -> None:
         traceback.print_exc()
         outcome = error if isinstance(error, DcpObjstoreError) else repr(error)
     Path(f"{files}.ended").write_bytes(pickle.dumps((outcome, notes)))
-    # Without closing the group, which can wait for a dead rank. The others see it closed.
+    # After an error the group is still open, because closing it can wait for a dead rank. The other
+    # ranks see that the connections of this process are closed.
     os._exit(outcome is not None)
 
 

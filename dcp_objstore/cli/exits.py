@@ -98,8 +98,8 @@ def exits() -> Iterator[None]:
             say(f"dcp-objstore: ended by {name}", *_split(notes), to_errors=True)
         sys.exit(128 + number)
     except OSError as error:
-        # The reader of the output has gone, or its disk is full; nothing more can be written, not
-        # even at exit.
+        # The reader of the output has gone, or its disk is full. At exit Python writes what is left
+        # in its buffer, so that has to go elsewhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             fail(f"the output cannot be written, or a file used: {error}")
@@ -125,10 +125,10 @@ def _propose(error: DcpObjstoreError, url: str) -> None:
     while above is not None and not folders:
         keys = (meta.key for meta in islice(above.open().list(), _MOST_KEYS))
         folders.update(key.partition("/")[0] for key in keys if "/" in key)
-        # If there is a folder of that name, it is not the name that is wrong.
+        # If there is a folder of this name, the name is right, and nothing is proposed for it.
         similar = [] if name in folders else get_close_matches(name, sorted(folders))
         if similar:
-            # Of file:///tmp/rnu/step-10, with rnu for run: /step-10.
+            # What follows the wrong name: "/step-10" in file:///tmp/rnu/step-10, with rnu for run.
             below = spec.url[len(above.url) + 1 + len(name) :]
             urls = [f"'{above.child(folder).url}{below}'" for folder in similar]
             add_advice(error, f"did you mean {' or '.join(urls)}?")

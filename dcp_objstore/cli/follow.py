@@ -81,7 +81,7 @@ def follow(
     )
     words = None if command is None else _words(command)
     first_failure = 0  # the exit status of a command
-    with closing(following) as steps:  # however it ends, no pin stays
+    with closing(following) as steps:  # closing it removes the pin, however the loop ends
         for step in steps:
             if as_json:
                 _print_json(step)
@@ -127,9 +127,10 @@ def _run(words: Sequence[str], step: dos.reports.ListedCheckpoint) -> int:
         try:
             status = process.wait()
         except BaseException:
-            process.terminate()  # it ends first: until then it may be reading the step
+            # The command ends before the pin goes, because it may be reading the step until then.
+            process.terminate()
             process.wait()
             raise
     if status:
         say(f"dcp-objstore: {step.url}: {command[0]} ended with {status}", to_errors=True)
-    return status if status >= 0 else 128 - status  # -9: SIGKILL has ended it
+    return status if status >= 0 else 128 - status  # of -9, SIGKILL, a shell has 137

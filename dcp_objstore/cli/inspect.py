@@ -125,7 +125,7 @@ def _tree_lines(module: _Module, indent: str) -> Iterator[tuple[str, str, str, s
     for _, group in groupby(module.modules.items(), _kind):
         alike = dict(group)
         total_bytes = sum(child.total_bytes for child in alike.values())
-        first, *_, last = [*alike, *alike]  # the same, if it is only one
+        first, *_, last = [*alike, *alike]  # twice, so that a single name is both of them
         name = first if len(alike) == 1 else f"{first} ... {last} ({len(alike)} alike)"
         yield size_text(total_bytes), "", "", f"{indent}{name}"
         yield from _tree_lines(alike[first], f"{indent}  ")

@@ -38,7 +38,7 @@ def print_checkpoints(url: CheckpointOrRun, as_json: JsonLines = False) -> None:
         _print_table(list(_lines(listing)))
         deleted_bytes = [one.total_bytes for one in listing.checkpoints if one.state == "deleted"]
         if sum(deleted_bytes):
-            # Of those that were removed nothing is left.
+            # A deleted checkpoint whose objects were removed has no bytes, and is not counted.
             count = counted(sum(map(bool, deleted_bytes)), "deleted checkpoint")
             say(
                 f"{size_text(sum(deleted_bytes))} of {count} left, which dcp-objstore sweep"

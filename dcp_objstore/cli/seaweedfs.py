@@ -61,6 +61,7 @@ def find_weed() -> str:
 def _check_free(port: int) -> None:
     """Raise an InputError if a process listens on this port."""
     with socket.socket() as probe:
+        # With this option, connections that an earlier server has closed are not in the way.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((_HOST, port))

@@ -121,7 +121,7 @@ class Archive:
                 )
             name = bytes(self._body[name_start:extra_start]).decode("utf-8", "replace").lower()
 
-            if not self.records:  # as torch does, which reads all names below that folder
+            if not self.records:  # torch, too, takes the folder of the first record for the root
                 self.root = name.partition("/")[0]
             start = self._data_start(header_start)
             if start + packed_bytes > directory.start:

@@ -75,8 +75,10 @@ def encode_metadata(index: ix.Index) -> bytes:
     """
     shared = (*_SHARED, *(entry.key for entry in index.objects))
     keys = (*index.tensors, *index.blobs)
-    number_of = {key: number for number, key in enumerate(keys, len(shared))}  # in the memo
-    # What a key has in `storage_data` and `state_dict_metadata`, each with its own key first.
+    # The numbers of the keys in the memo. `shared` comes first, with its positions as the numbers.
+    number_of = {key: number for number, key in enumerate(keys, len(shared))}
+    # `locations` becomes the entries of `storage_data`, and `descriptions` those of
+    # `state_dict_metadata`; each entry is a key and its value.
     value_numbers = np.array([number_of[key] for key in index.blobs], np.int64)
     locations = [_value_locations(index, value_numbers)]
     chunks: dict[str, bytes] = {}
@@ -103,7 +105,8 @@ def encode_metadata(index: ix.Index) -> bytes:
         "modules": list(index.storage.modules),
     }
     fields = {
-        # A tuple of all that is shared, which fills the memo. The true version replaces it below.
+        # A tuple of all that is shared, only to fill the memo. The true version, a second entry of
+        # this name, replaces it below.
         "version": b"(" + b"".join(map(_pushed_as, shared, range(len(shared)))) + b"t",
         "state_dict_metadata": _dict(*descriptions),
         "planner_data": _pushed(index.flatten_mapping),
@@ -134,7 +137,7 @@ def _head(tensor: ix.Tensor) -> bytes:
     return b"".join([
         _opened(_TENSOR),
         *(_from_memo("properties"), _from_memo(_PROPERTIES), pickle.EMPTY_TUPLE, pickle.NEWOBJ),
-        pickle.MARK,  # what torch 2.6 to 2.14 pickle; later versions append to it
+        pickle.MARK,  # the five fields of torch 2.6 to 2.14; later versions pickle more after these
         _pushed(_Global("torch", tensor.dtype)),
         _called(layout, f"torch.{tensor.layout}"),
         _pushed(tensor.requires_grad),
@@ -270,7 +273,8 @@ def _size(sizes: ix.Matrix) -> tuple[bytes | _Rows, ...]:
 
 def _numbers(column: ix.Column | ix.Numbers) -> _Rows:
     """Return the opcodes that push, in each row, the row's number."""
-    is_small = int(column.max(initial=0)) < 2**31  # rows have the same width, so all or none
+    # All rows have the same width, so one large number gives all of them eight bytes.
+    is_small = int(column.max(initial=0)) < 2**31
     opcode, dtype = (pickle.BININT, "<i4") if is_small else (pickle.LONG1 + b"\x08", "<i8")
     numbers = column.astype(dtype)
     digits = numbers.view(np.uint8).reshape(len(column), numbers.itemsize)
@@ -298,7 +302,10 @@ class StockDotMetadata:
         return encode_metadata(ix.decode(index))
 
     def describes(self, body: bytes, index: bytes) -> bool:
-        """Return whether a `.metadata` leads stock torch to the items of an encoded index."""
+        """Return whether a `.metadata` leads stock torch to the items of an encoded index.
+
+        Its `version` and `storage_meta`, by which torch finds no item, may differ.
+        """
         derived = self.derive(index)
         if body == derived:
             return True

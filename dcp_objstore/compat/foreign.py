@@ -186,13 +186,14 @@ def _unpickled(body: bytes) -> object:
     end = 0
     try:
         end, is_whole = scan(body, _DIALECT)
-        # Even if it is not whole: the name of a forbidden global says more than where it ends.
+        # A body that is not whole is unpickled as far as it goes, because the name of a forbidden
+        # global in it says more than where the body ends.
         value = _Unpickler(io.BytesIO(body[:end])).load()
         if is_whole and end == len(body):
             return value
     except (UntrustedPickleError, MemoryError):
         raise
-    except EOFError:  # it is not whole
+    except EOFError:  # it is not whole: refused below
         pass
     except Exception as error:  # a damaged pickle raises errors of any type
         raise _damaged(str(error)[:200]) from error
@@ -231,7 +232,11 @@ class _Getattr(Node):
 
     @classmethod
     def result(cls, args: tuple[object, ...], *, is_new: bool) -> object:
-        """Return the stand-in for the attribute; a new object of a function is only recorded."""
+        """Return the stand-in for the attribute.
+
+        A new object of `getattr` (NEWOBJ), which no pickler writes, is only recorded, because no
+        field that is read may have it.
+        """
         if is_new:
             return super().result(args, is_new=is_new)
         if len(args) != 2 or type(args[0]) is not Global or type(args[1]) is not str:
@@ -409,7 +414,10 @@ class _Converter:
             raise _damaged("it repeats its entries more often than its size allows")
 
     def text(self, value: object, what: str) -> str:
-        """Return what `_text` returns; check a string only once, however often it appears."""
+        """Return what `_text` returns; check a string only once, however often it appears.
+
+        A string in ASCII needs no check.
+        """
         if type(value) is str and (value.isascii() or value in self.valid_texts):
             return value
         text = _text(value, what)
@@ -437,7 +445,7 @@ class _Converter:
             _attributes(value, value.name)
             return BytesStorageMetadata()
         state = _attributes(value, _METADATA + "TensorStorageMetadata")
-        fqn = fqn[:200]  # only shown from here on, once for every chunk
+        fqn = fqn[:200]  # from here on it is only part of texts, of which each chunk makes some
         properties = _properties(state.get("properties"), fqn)
         size = _size(state.get("size"), f"the shape of {fqn!r}")
         # Dimensions of 0 do not hide others that are too large to multiply.
@@ -476,7 +484,9 @@ class _Converter:
         for key, path in _dict(value, "planner_data").items():
             if type(path) is not tuple or len(path) > MAX_PLACE_LENGTH:
                 raise _damaged("planner_data is not a mapping of keys to paths")
-            self.spend(1 + len(path) // 2)  # a part takes at least two bytes: `h` and a number
+            # A part of a path takes at least two bytes of the body (`h` and a number in the memo),
+            # which is half of what `spend` takes for an entry.
+            self.spend(1 + len(path) // 2)
             for part in path:
                 if type(part) is not int:
                     self.text(part, "a part of a path in planner_data")
@@ -509,6 +519,7 @@ class _Converter:
         state = _attributes(value, _FILESYSTEM + "_StorageInfo")
         path = state.get("relative_path")
         if type(path) is not str or path not in self.valid_paths:
+            # Raises for what is not a string.
             self.valid_paths.add(_relative_path(path))
         offset = _number(state.get("offset"), "the offset of an item")
         length = _number(state.get("length"), "the length of an item")
@@ -546,7 +557,7 @@ class _Converter:
 
 def _checkpoint_id(value: object) -> str | None:
     """Return where the checkpoint was written to, as text. It is never opened."""
-    if isinstance(value, Node) and value.name in _PATHS:  # a path is pickled as a call of its parts
+    if isinstance(value, Node) and value.name in _PATHS:  # a path: a call of its class with parts
         if len(value.args) > MAX_PLACE_LENGTH:
             raise _damaged("checkpoint_id has too many parts")
         parts = [part for part in value.args if type(part) is str]

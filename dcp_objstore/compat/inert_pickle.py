@@ -150,7 +150,13 @@ class _Scan:
         self.work_left = 1000 + _WORK_PER_BYTE * len(body)
 
     def run(self) -> None:
-        """Go on to STOP. The most frequent opcodes are handled in place."""
+        """Go on to the opcode STOP. The most frequent opcodes are handled in place.
+
+        Raises:
+            LookupError: the opcode at `start` is unknown or cut off, or lacks something on the
+                stack or in the memo. (`IndexError` and `KeyError` are such errors.)
+            HostilePickleError: as for `scan`.
+        """
         body, stack, memo = self.body, self.stack, self.memo
         opcodes = {code: _OPCODES[code] for code in self.dialect.opcodes}
         pos = 0
@@ -176,14 +182,15 @@ class _Scan:
             elif effect is _STOP:
                 return
             elif effect is _GLOBAL:
-                for _ in ("module", "name"):  # each ends with its line
+                for _ in ("module", "name"):  # each is a line of text
                     pos = 1 + body.find(b"\n", pos, pos + _MAX_NAME_BYTES)
-                    if not pos:
+                    if not pos:  # `find` returned -1
                         raise LookupError
                 stack.append(_LEAF)
             else:
                 effect(self, argument)  # type: ignore[operator]
-                stack = self.stack  # MARK begins another, and what takes its items goes back
+                # MARK begins a new stack; taking the items since MARK returns to the one before it.
+                stack = self.stack
 
     def pop_mark(self) -> list[_Shape]:
         """Return the values since the last MARK, and go back to the stack before it."""
@@ -193,7 +200,7 @@ class _Scan:
 
     def tuple_of(self, items: list[_Shape]) -> _Shape:
         """Return the shape of a tuple of these values."""
-        if items.count(_LEAF) == len(items):  # the most frequent case, and far quicker
+        if items.count(_LEAF) == len(items):  # the most frequent case, where this is far quicker
             return 1, 1 + len(items), False
         depth, parts, is_large = 0, 0, False
         for item_depth, item_parts, item_is_large in items:
@@ -203,7 +210,7 @@ class _Scan:
         return self.wrapped((depth, parts, is_large))
 
     def wrapped(self, shape: _Shape) -> _Shape:
-        """Return the shape of a tuple or call of this."""
+        """Return the shape of a tuple or call whose content has this shape."""
         depth, parts, is_large = shape
         if depth >= _MAX_TUPLE_DEPTH:
             raise HostilePickleError(
@@ -212,7 +219,7 @@ class _Scan:
         return depth + 1, parts + 1, is_large
 
     def check_keys(self, keys: list[_Shape]) -> None:
-        """Raise unless hashing these keys is safe and cheap."""
+        """Raise HostilePickleError unless hashing these keys is safe and cheap."""
         if keys.count(_LEAF) == len(keys):
             return
         most = self.dialect.max_key_parts

@@ -137,7 +137,7 @@ def check(key: str, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> No
         shape: its shape.
 
     Raises:
-        UnsupportedError: the format has no such dtype, or uses the name itself.
+        UnsupportedError: the format has no such dtype, or no scalar of it, or uses the name itself.
     """
     if name == _METADATA:
         raise UnsupportedError(
@@ -146,6 +146,7 @@ def check(key: str, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> No
             key=key,
         )
     stored = constant_name(dtype)
+    # A scalar has no last dimension in which the format could count two numbers.
     if stored not in _FORMAT_NAMES or (stored == _TWO_NUMBERS and not shape):
         what = f"safetensors has no {'scalar of' if stored in _FORMAT_NAMES else 'dtype'} {stored}"
         raise UnsupportedError(
@@ -164,6 +165,7 @@ def header_bytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) ->
         stored = constant_name(dtype)
         entries[name] = {
             "dtype": _FORMAT_NAMES[stored],
+            # The format counts numbers, of which an element of this dtype has two.
             "shape": [*shape[:-1], 2 * shape[-1]] if stored == _TWO_NUMBERS else list(shape),
             "data_offsets": [start, end],
         }
@@ -184,10 +186,12 @@ def choose_files(
     Args:
         store: the folder.
         keys: keys of its objects.
-        is_cut: whether there are more than these; those of `BY_NAME` are among them in any case.
+        is_cut: whether the folder has more objects than these. Those of `BY_NAME` are among these
+            in any case.
 
     Raises:
-        InputError: there are several files or indices, or one of several shards, or there may be.
+        InputError: it is not clear which files make up the model: there are several, or several
+            indices, or a shard of several without an index, or there may be more than are listed.
         CheckpointCorruptError: the index is damaged, or names something outside of the folder.
     """
     directly_inside = [key for key in keys if "/" not in key]
@@ -220,7 +224,7 @@ def _read_index(store: ObjectStore, name: str) -> dict[str, str]:
     try:
         weight_map = _indices.decode(body).weight_map
         files = {file: check_key(posixpath.normpath(file)) for file in {*weight_map.values()}}
-    except (*_UNREADABLE, InvalidUrlError) as error:
+    except (*_UNREADABLE, InvalidUrlError) as error:  # `check_key` raises the last one
         text = f"{name} has no weight_map of this folder: {error}"
         raise CheckpointCorruptError(text, object_key=name, url=store.url) from None
     return {key: files[file] for key, file in weight_map.items()}
@@ -234,8 +238,8 @@ def read_headers(store: ObjectStore, sizes_bytes: Mapping[str, int]) -> dict[str
         sizes_bytes: the size of each file.
 
     Raises:
-        CheckpointCorruptError: a file is shorter than its header or a pointer of git-lfs, or the
-            headers are impossibly long.
+        CheckpointCorruptError: a file is shorter than its header, or is a pointer of git-lfs, or
+            the headers are impossibly long.
     """
 
     def read_first(name: str) -> tuple[int, bytes]:
@@ -255,6 +259,7 @@ def read_headers(store: ObjectStore, sizes_bytes: Mapping[str, int]) -> dict[str
         raise CheckpointCorruptError(text, url=store.url)
 
     def read_whole(name: str) -> bytes:
+        """Return the text of a file's header; read what the first read lacks."""
         end, text = first_reads[name]
         read_to = _LENGTH_BYTES + len(text)
         return text if read_to == end else text + read_range(store, name, read_to, end)
@@ -357,7 +362,7 @@ def _parsed(name: str, text: bytes, size_bytes: int) -> dict[str, _Place]:
     }
     filled_to = data_start
     for key, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].end)):
-        is_empty = place.start == place.end  # and may lie anywhere
+        is_empty = place.start == place.end  # an empty tensor may lie anywhere
         if place.start != filled_to and not is_empty:
             raise ValueError(f"{key!r} begins at byte {place.start}, and not at byte {filled_to}")
         filled_to = max(filled_to, place.end)
@@ -373,12 +378,13 @@ def _place(name: str, key: str, entry: _Entry | None, data_start: int) -> _Place
     shape, (start, end) = entry.shape, entry.data_offsets
     if len(shape) > _MOST_DIMENSIONS:
         raise ValueError(f"{key!r} has {len(shape)} dimensions")
-    # A dtype that is not known here has no name of torch's, which are in lower case.
+    # torch's names of dtypes are in lower case. A name in upper case is that of a dtype that is not
+    # known here.
     dtype = _TORCH_NAMES.get(entry.dtype, entry.dtype.upper())
     if dtype == _TWO_NUMBERS:
         if shape and shape[-1] % 2 == 0:
             shape = (*shape[:-1], shape[-1] // 2)
-        else:  # torch has no such tensor
+        else:  # torch has no such tensor, so it counts as one of an unknown dtype
             dtype = entry.dtype
     item_bytes = ix.ITEM_SIZE_BYTES.get(dtype, 0)
     if start > end or (item_bytes and start + math.prod(shape) * item_bytes != end):

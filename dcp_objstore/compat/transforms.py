@@ -80,10 +80,11 @@ def undo(body: io.BytesIO, names: Sequence[str], key: str, limit_bytes: int) -> 
 
 
 def check_archive(body: io.BytesIO, key: str, limit_bytes: int) -> None:
-    """Check that the records of an archive unpack to at most `limit_bytes` or its own size.
+    """Check that the records of an archive unpack to at most `limit_bytes`.
 
-    (A view that was saved with all of its storage is larger than its shape.) A body that is not an
-    archive is accepted: torch refuses it, or reads it in its old format, which is not compressed.
+    If the archive itself is larger than that, they may unpack to its size: a view that was saved
+    with all of its storage is larger than its shape. A body that is not an archive is accepted:
+    torch refuses it, or reads it in its old format, which is not compressed.
 
     Raises:
         CheckpointCorruptError: the records are larger, or cannot be listed.

@@ -129,6 +129,7 @@ def not_built(error: Exception, body: bytes, key: str, *, is_verified: bool) -> 
             f"the value is damaged, or not what torch.save writes: {type(error).__name__}: {error}",
             key=key,
         )
+    # torch's reader of archives names itself in its errors.
     if isinstance(error, _NOT_OF_TORCH) or "PytorchStreamReader" in str(error):
         return UntrustedPickleError(
             f"this is not what torch.save writes ({str(error).partition(chr(10))[0]})."
@@ -232,7 +233,7 @@ def _unsafe_globals(body: bytes) -> set[str] | None:
         return set(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(body)))
     except MemoryError:
         raise
-    except Exception:  # noqa: BLE001 - as above
+    except Exception:  # noqa: BLE001 - as the docstring says
         return None
 
 

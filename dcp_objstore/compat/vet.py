@@ -82,9 +82,10 @@ def vet(body: bytes | memoryview) -> frozenset[str]:
     end, is_whole = scan(pickled, _DIALECT)
     dry_run = _DryUnpickler(pickled[:end], archive.unpacked_bytes, size_of)
     dry_run.run()
-    # Torch's own unpickler reads other protocols, too, as far as they have the same opcodes.
+    # Protocol 2 is what `torch.save` writes. (Torch's own unpickler reads other protocols, too, as
+    # far as they have the same opcodes.)
     is_known = is_whole and dry_run.is_known and pickled.startswith(b"\x80\x02")
-    if not is_known or any(dry_run.attributes):
+    if not is_known or any(dry_run.attributes):  # no BytesIO may have an attribute
         return frozenset()
     return frozenset(dry_run.inert)
 
@@ -160,7 +161,7 @@ class _DryUnpickler(pickle.Unpickler):
         self.stored_bytes = stored_bytes
         self.size_of = size_of
         self.storage_names: set[str] = set()
-        self.free_bytes = stored_bytes  # that no storage has taken yet
+        self.free_bytes = stored_bytes  # bytes of the archive that no storage has taken yet
         self.globals: dict[str, Global] = {}
         self.inert: set[str] = set()
         self.is_known = True
@@ -174,7 +175,8 @@ class _DryUnpickler(pickle.Unpickler):
         """
         try:
             self.load()
-        except (_TorchEndsError, EOFError):  # torch's unpickler ends here, too
+        except (_TorchEndsError, EOFError):
+            # Torch's unpickler ends here, too, and raises an error.
             self.is_known = False
         except (HostilePickleError, MemoryError):
             raise
@@ -219,7 +221,10 @@ class _DryUnpickler(pickle.Unpickler):
             self.note(not _has_inert(args))
 
     def check_call(self, name: str, args: _Arguments) -> None:
-        """Refuse a call whose arguments would run code or take memory out of all proportion."""
+        """Refuse a call whose arguments would run code or take memory out of all proportion.
+
+        An argument that is absent raises an IndexError, by which `run` refuses the pickle, too.
+        """
         has_form = _SAFE_ARGUMENTS.get(name)
         if has_form is not None and not has_form(args):
             raise HostilePickleError(
@@ -449,7 +454,8 @@ def _is_buffer(result: _Result, state: object) -> bool:
         return False
     body, position, attributes = state
     size_bytes = _length_of_bytes(body)
-    # It is None until something has looked for an attribute of the object, as DCP does.
+    # The pickler writes None until something has looked for an attribute of the object, as DCP
+    # does, and a dict from then on.
     if type(attributes) is dict:
         result.dry_run.attributes.append(attributes)
     return (
