@@ -68,7 +68,7 @@ class Spread:
 
     @classmethod
     def of(cls, figures: Sequence[float]) -> Spread:
-        """Sum figures up; there is at least one."""
+        """Return the spread of figures, of which there is at least one."""
         return cls(
             lowest=min(figures),
             median=median(figures),
@@ -143,10 +143,11 @@ class BenchReport:
     def _in_words(self, name: str, transfer: Throughput, plain: Throughput) -> str:
         """Say how fast a save or load is, and what limits it, if the figures are good enough."""
         speed, plain_speed = transfer.gib_per_second.median, plain.gib_per_second.median
-        seconds = 100 / speed
+        seconds = 100 / speed  # for 100 GiB
         duration = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
         if self.warnings:
             limit = "What limits it is not clear: see the warnings."
+        # CPU-seconds for each second of the transfer, against the number of processors.
         elif transfer.cpu_seconds_per_gib * speed > _NEARLY_BUSY * self.processors:
             limit = "The processors are busy all the time: they limit it."
         else:
@@ -207,11 +208,12 @@ def bench(
     try:
         return result_of(done)
     except BaseException:
-        # Ctrl-C. No request is cut off, so none takes effect after the removal.
+        # After an error of the measurement, its thread has ended already. After Ctrl-C, the thread
+        # is waited for: no request is cut off, so none takes effect after the removal.
         stop.set()
         line.show("ending this step, then removing what was written (Ctrl-C again: leave it)")
         try:
-            with suppress(StoppedError, Exception):
+            with suppress(StoppedError, Exception):  # a StoppedError is no Exception
                 result_of(done)
         except BaseException:  # noqa: BLE001 - Ctrl-C again; the first error is raised
             logger.warning("objects .bench-* may remain below %s", spec.url)
@@ -237,7 +239,7 @@ def _check(size_bytes: int | None, seconds: float) -> None:
 def _measure(
     spec: StoreSpec, size_bytes: int | None, seconds: float, *, stop: Stop, line: StatusLine
 ) -> BenchReport:
-    """Measure, and remove what was written."""
+    """Measure, and remove what was written. A failure to remove it is no error, but a warning."""
     scratch = Scratch(spec, ".bench")
     try:
         report = _Bench(scratch, seconds, stop, line).run(spec.url, size_bytes)
@@ -250,8 +252,9 @@ def _measure(
 
 
 def _remove_all(scratch: Scratch) -> str:
-    """Remove everything; return a warning if something could not be removed, or ""."""
+    """Remove everything; return a warning if that is not certain, or ""."""
     unremoved = scratch.remove()
+    # Only if a listing shows nothing is it certain that nothing is left.
     if unremoved.listed and not unremoved.keys:
         return ""
     return (
@@ -296,6 +299,7 @@ class _Bench:
         self._fill(min(size_bytes or _LEAST_AUTO_BYTES, _LEAST_AUTO_BYTES))
         checkpoint, *_ = self._save_and_load()  # not measured: it imports, connects and so on
         self._remove(checkpoint)
+        # Begin small and look for the size to measure. The last checkpoint is the one to load.
         checkpoint, saved, loaded = self._save_and_load()
         while next_bytes := self._next_size_bytes(size_bytes, saved, loaded):
             self._remove(checkpoint)
@@ -333,7 +337,11 @@ class _Bench:
         self._line.show(f"{self._elapsed_seconds:3.0f} of about {self._seconds:.0f} s: {text}")
 
     def _small_requests(self) -> tuple[Spread, Spread]:
-        """Measure PUTs and GETs of one byte. A right to these covers all that follow."""
+        """Measure PUTs and GETs of one byte.
+
+        First one object is written, read, listed and deleted: credentials that may do so may do all
+        that follows. Only then are several objects written.
+        """
         self._step("small requests")
         requests = _plan_puts(np.zeros(_SMALL_REQUESTS, dtype=np.uint8), 1)
         first = requests[0]
@@ -353,7 +361,7 @@ class _Bench:
         return put_ms, get_ms
 
     def _fill(self, size_bytes: int) -> None:
-        """Make tensors of that size, of bytes that no store can compress or has had before."""
+        """Make tensors of random bytes: no store can compress them, or has them already."""
         self._step("making tensors")
         words = np.random.default_rng().integers(0, 2**64, -(-size_bytes // 8), dtype=np.uint64)
         self._memory: ByteArray = words.view(np.uint8)[:size_bytes]
@@ -368,15 +376,15 @@ class _Bench:
         return name, saved, self._load(name)
 
     def _next_size_bytes(self, wanted_bytes: int | None, saved: _Round, loaded: _Round) -> int:
-        """Return a larger size, or 0 if this one is right.
+        """Return the next size to try, which is larger, or 0 if the present one is right.
 
-        With little to move, a store that answers late shows only how late it answers.
+        With little to move, most of the time would be the wait for the store's first answers.
         """
         now_bytes = len(self._memory)
         if wanted_bytes is not None:
             return wanted_bytes if now_bytes < wanted_bytes else 0
         most_bytes = min(_MOST_AUTO_BYTES, _memory_bytes() // 8)
-        # Twice the bytes take up to twice as long.
+        # Twice the size may take twice as long.
         takes_long = 2 * max(saved.seconds, loaded.seconds) > _SHARE * self._seconds
         return 0 if takes_long or 2 * now_bytes > most_bytes else 2 * now_bytes
 
@@ -388,7 +396,8 @@ class _Bench:
             began_seconds = self._elapsed_seconds
             for measure, rounds in turns:
                 rounds.append(measure())
-            # Begin with another one each time: one may profit from the one before it.
+            # Begin each round with another function, because a measurement may profit from the one
+            # that comes before it.
             turns = turns[1:] + turns[:1]
             next_round_seconds = self._elapsed_seconds - began_seconds
             if self._elapsed_seconds + next_round_seconds > self._seconds:
@@ -400,6 +409,8 @@ class _Bench:
         self._step("saving")
         self._saves += 1
         name = f"save-{self._saves}"
+        # If the store cannot be listed later, the marker at least is removed. Objects without a
+        # marker are no checkpoint.
         with self._scratch.writing(f"{name}/{MARKER_KEY}"):
             measured = self._call(save, name)
         self._sent_bytes += measured.size_bytes
@@ -459,7 +470,7 @@ class _Bench:
     def _plain_gets(self, checkpoint: str, loaded: _Round) -> _Round:
         """Send as many plain requests at a time as a load did, of the same size."""
         self._step("plain requests instead of a load")
-        objects = [
+        objects = [  # the data objects
             meta
             for meta in self._store.list(f"{checkpoint}/")
             if parse_data_key(meta.key.rpartition("/")[2]) is not None
@@ -507,7 +518,11 @@ def _throughput(rounds: Sequence[_Round]) -> Throughput:
 
 
 def _doubts(**rounds: Sequence[_Round]) -> Iterator[str]:
-    """Yield reasons not to trust the rounds, which are given by what they are of: saves, loads."""
+    """Yield reasons not to trust the figures.
+
+    Args:
+        rounds: the rounds of each kind, by the name of the kind: `saves` and `loads`.
+    """
     few = [name for name, measured in rounds.items() if len(measured) < _ENOUGH_ROUNDS]
     if few:
         yield (
@@ -548,7 +563,7 @@ class _PlainRequest:
 def _plan_puts(memory: ByteArray, size_bytes: int) -> Sequence[_PlainRequest]:
     """Cut memory into objects.
 
-    They are named as data objects are, so a sweep knows as garbage what a crash may leave.
+    They are named as data objects are, so that a sweep takes what a crash leaves for garbage.
     """
     nonce = new_nonce()
     return [
@@ -560,11 +575,14 @@ def _plan_puts(memory: ByteArray, size_bytes: int) -> Sequence[_PlainRequest]:
 def _plan_gets(
     objects: Iterable[ObjectMeta], memory: ByteArray, size_bytes: int
 ) -> Sequence[_PlainRequest]:
-    """Cut objects into ranges, one after the other in memory. Framing that does not fit overlaps.
+    """Cut objects into ranges, which are read into memory one behind the other.
+
+    The memory has room for the tensors, and the objects have framing as well. The ranges for which
+    there is no room are read to the end of the memory, over others.
 
     Args:
         objects: the objects to read.
-        memory: about as large as all of them.
+        memory: the memory of the tensors.
         size_bytes: the size of one request.
     """
     requests: list[_PlainRequest] = []
@@ -605,7 +623,11 @@ def _send_all(
         store: the store to send them to.
         requests: the requests.
         connections: the largest number in flight.
-        stop: what ends the loop between two requests.
+        stop: a flag; once it is set, no further request is sent.
+
+    Raises:
+        StoppedError: `stop` was set.
+        Also what a request raised; no further one is sent after a failure.
     """
     failed = threading.Event()
 

@@ -31,14 +31,15 @@ def log_summary(event: AnyEvent) -> None:
 
 @functools.cache
 def _quiet_tqdm() -> Any:
-    """Return tqdm without its thread that redraws bars. Imported only when a bar is drawn."""
+    """Return a tqdm without the thread that redraws bars. tqdm is imported only to draw a bar."""
     from tqdm import tqdm
 
     class Quiet(tqdm):  # type: ignore[misc]  # tqdm has no types
         monitor_interval = 0
 
-    # tqdm's own lock belongs to multiprocessing: a killed rank would leave it behind, and a helper
-    # process would complain about it. One process draws these bars, so a thread lock is enough.
+    # tqdm's own lock has a semaphore of multiprocessing. A killed rank would leave it behind, and
+    # the resource tracker of multiprocessing would complain. One process draws a bar, so a lock for
+    # its threads is enough.
     Quiet.set_lock(threading.RLock())
     return Quiet
 
@@ -61,7 +62,7 @@ class Bar:
         return sys.stderr is not None and sys.stderr.isatty()
 
     def take(self, event: AnyEvent) -> None:
-        """Start the bar when the size is known, then advance it."""
+        """Start the bar when the size is known, advance it, and keep the line for its end."""
         match event:
             case Planned():
                 self.begin(event.size_bytes)
@@ -89,7 +90,7 @@ class Bar:
             self._bar.update(size_bytes)
 
     def flush(self) -> None:
-        """Replace the bar by a line that says how it ended, unless the log says that."""
+        """Replace the bar by a line about what was done, unless the log shows one (at INFO)."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

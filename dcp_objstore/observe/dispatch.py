@@ -63,7 +63,8 @@ class Channel:
         self.began_at = time.monotonic()
         self.url = url
         self._rank = rank
-        # Added to `time.monotonic_ns()` it is Unix time, by which traces of several hosts fit.
+        # The difference between Unix time and the monotonic clock, by which the events are timed.
+        # With it they get Unix times, so that traces of several hosts fit together.
         self._unix_offset_ns = time.time_ns() - time.monotonic_ns()
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._listeners: list[_Listener] = []
@@ -215,16 +216,19 @@ class Channel:
 
     def flush(self) -> None:
         """Wait until all events so far were delivered; not for ever, if a listener hangs."""
-        if not self._queue.empty():  # events after an earlier flush, which has ended the thread
+        # If the queue is not empty, its events may have come after an earlier flush, which has
+        # ended the thread. A thread that still runs goes on.
+        if not self._queue.empty():
             self._open()
         thread, self._thread = self._thread, None
         listeners = self._listeners
-        self._queue.put(None)
+        self._queue.put(None)  # ends `_deliver`
         if thread is None:
-            self._deliver(Exception)  # not BaseException: Ctrl-C may come here
+            # In this thread, where a KeyboardInterrupt is the user's and not a listener's.
+            self._deliver(Exception)
         else:
             thread.join(_PATIENCE_SECONDS)
-            if thread.is_alive():
+            if thread.is_alive():  # a listener hangs, and none gets a further event
                 self._listeners, self.detailed = [], False
                 logger.warning(
                     "%s: on_event has not returned for %g s; the %s goes on without it",
@@ -245,7 +249,7 @@ class Channel:
 
     @contextmanager
     def _guarded(self, listener: _Listener, harmless: type[BaseException]) -> Iterator[None]:
-        """Log the first harmless error of a listener, with its traceback, and go on."""
+        """Log the first error of a listener that is `harmless`, with its traceback, and go on."""
         try:
             yield
         except harmless:
@@ -307,6 +311,8 @@ class EventSettings:
 
     def __reduce__(self) -> tuple[Any, ...]:
         try:
+            # The pickler by which multiprocessing sends objects. It is tried here to explain a
+            # failure.
             ForkingPickler.dumps(self.on_event)
         except Exception as error:
             raise ConfigError(

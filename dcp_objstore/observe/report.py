@@ -16,7 +16,7 @@ logger = logging.getLogger("dcp_objstore")
 
 
 def _make_printable(record: logging.LogRecord) -> bool:
-    """Put each record on one line, in which nothing acts on the terminal that shows the log."""
+    """Put a record on one line, without characters that act on a terminal; return True: keep it."""
     text = record.getMessage()
     safe = printable(one_line(text), keep="\t")
     if safe != text:
@@ -134,6 +134,7 @@ class LoadReport:
         line = f"loaded {moved}, {counted(self.requests, 'request')}"
         line += f", {again} asked for again" if self.slow_ranges else ""
         line += ", unverified" if self.unverified else ""
+        # The origins of the bytes are told only if there are others than the store.
         origins = (
             ("the store", self.fetched_bytes),
             ("copies on this node", self.local_bytes),
@@ -224,8 +225,8 @@ class VerifyReport:
     damaged: tuple[Damage, ...]
 
     def __str__(self) -> str:
-        """Return whether it is whole, what was read to find out, and the first damages."""
-        # Damage inside an object is not looked for by a quick one.
+        """Return whether the checkpoint is whole, what was read for that, and the first damages."""
+        # A quick verification does not look inside the objects, so it does not say "whole".
         undamaged = "complete" if self.quick else "whole"
         lines = [f"{'DAMAGED' if self.damaged else undamaged}: {printable(self.url)}"]
         objects, blocks = counted(self.objects, "object"), counted(self.blocks, "block")

@@ -131,13 +131,15 @@ class TraceFile:
 
 
 def trace_events(events: Sequence[AnyEvent]) -> tuple[list[dict[str, Any]], int]:
-    """Convert events, at least one: a group of rows for each rank, a row for each worker.
+    """Convert events, at least one. A viewer shows a group of rows for each rank.
+
+    Each worker of a rank has a row, and everything else of the rank is on one row.
 
     Returns:
         The trace events, and the base that was subtracted from their times.
     """
     entries: list[dict[str, Any]] = []
-    rows: dict[tuple[int, int], str] = {}
+    rows: dict[tuple[int, int], str] = {}  # the labels, by rank and number of the row
     base = base_ns(min(event.start_ns for event in events))
     for event in events:
         row, label = _row(event)
@@ -174,7 +176,11 @@ def _arguments(event: AnyEvent) -> dict[str, Any]:
 
 
 def _metadata(rows: dict[tuple[int, int], str]) -> list[dict[str, Any]]:
-    """Return the entries that name the processes (ranks) and rows of a trace."""
+    """Return the entries that name and sort the processes (one for each rank) and their rows.
+
+    Args:
+        rows: the labels of the rows, by rank and number of the row.
+    """
     where = f"{socket.gethostname()}, process {os.getpid()}"
 
     def entry(kind: str, rank: int, row: int, **arguments: object) -> dict[str, Any]:
@@ -184,7 +190,8 @@ def _metadata(rows: dict[tuple[int, int], str]) -> list[dict[str, Any]]:
     for rank in sorted({rank for rank, _ in rows}):
         name = f"dcp_objstore rank {rank} ({where})"
         entries.append(entry("process_name", rank, 0, name=name))
-        # Viewers sort by these, and by the rows' below: ranks after other processes of the file.
+        # Viewers sort processes and rows by such an index. This one puts ranks after the other
+        # processes of a file.
         entries.append(entry("process_sort_index", rank, 0, sort_index=_FIRST_PID + rank))
     for (rank, row), label in sorted(rows.items()):
         entries.append(entry("thread_name", rank, row, name=label))
@@ -200,7 +207,7 @@ def _write(path: Path, document: dict[str, Any]) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(body)
-        Path(name).chmod(0o644)
+        Path(name).chmod(0o644)  # `mkstemp` lets only the user read it
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

@@ -52,10 +52,11 @@ def azure_factory(url: StoreUrl, options: AzureOptions, credentials: Credentials
     sign = unsigned(container_url) if credentials.anonymous else None
     if provider is not None:
         sign = partial(_signed_get, container_url, provider)
-        # What can be renewed are tokens. They are not asked for here, which may take a request.
+        # Credentials that can be renewed are tokens, never a signature. Only the others are looked
+        # at: to ask for a token may take a request.
         has_signature = credentials.renew is None and "sas_token" in provider()
-        # A shared access signature would have to be in the URL of the source, which is kept among
-        # the properties of the copy.
+        # A shared access signature would have to stand in the URL of the source, and Azure keeps
+        # this URL among the properties of the copy.
         if not has_signature:
             copier = Copier(server, partial(azure_headers, account, provider), azure_steps)
     make = new_client_of(AzureStore, config, credentials, endpoint=endpoint, verify=options.verify)
@@ -89,20 +90,22 @@ def _signed_get(container: str, provider: Callable[[], Any], client: Any, key: s
 def azure_steps(
     copier: Copier, ask: Ask, source: StoreUrl, target: StoreUrl, head: Message
 ) -> Steps:
-    """Copy by "Copy Blob"; wait where Azure has only begun, and abort what is given up.
+    """Copy by "Copy Blob"; see `copies.Steps`.
 
-    The progress is "4/10": the bytes that are copied, and all. See `copies.Steps`.
+    Azure answers when the copy is made, or has only begun. In the second case it is asked again and
+    again how far it is, which it says as "4/10": the bytes that are copied, and all of them.
     """
     condition = {"x-ms-source-if-match": head["ETag"]}
     url = copier.server + path_of(source)
     answer, _ = ask("PUT", path_of(target), {"x-ms-copy-source": url, **condition})
     try:
         while (status := answer["x-ms-copy-status"]) != "success":
+            # True: the new object is there as soon as its copy has begun.
             yield int(answer.get("x-ms-copy-progress", "0").partition("/")[0]), True
             if status != "pending":  # `failed` or `aborted`
                 raise StoreUnavailableError(f"Azure's copy is not a success: {status}")
             answer, _ = ask("HEAD", path_of(target), {})
-    except BaseException:
+    except BaseException:  # a GeneratorExit, too: the caller closes what it does not wait for
         with suppress(Exception):
             query = f"comp=copy&copyid={answer['x-ms-copy-id']}"
             ask("PUT", f"{path_of(target)}?{query}", {"x-ms-copy-action": "abort"})
@@ -119,15 +122,16 @@ def azure_headers(
 ) -> Mapping[str, str]:
     """Return the headers of a request to Azure, signed with the account's key or a token.
 
-    Both hold for the source of a copy in the same account, too. ("Authorize with Shared Key"; of
-    the headers that would be signed, only Azure's own are sent.)
+    Such a request may read the source of a copy, too, if that is in the same account. The signature
+    is made as "Authorize with Shared Key" says. It covers Azure's own headers (`x-ms-…`) and some
+    others, none of which is sent here.
 
     Args:
         account: the storage account.
         provider: a function that returns the credentials.
         method: the method of the request.
         url: its URL.
-        more: further headers of Azure that it has.
+        more: its other headers, all of them Azure's own.
     """
     credentials = provider()
     headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": AZURE_VERSION, **more}
@@ -136,7 +140,8 @@ def azure_headers(
     parts = urlsplit(url)
     header_lines = "".join(f"{name}:{value}\n" for name, value in sorted(headers.items()))
     query_lines = "".join(f"\n{name}:{value}" for name, value in sorted(parse_qsl(parts.query)))
-    # Eleven lines for headers that are not sent (Content-Length, Range…) are empty.
+    # Behind the method stand eleven empty lines, for headers that are not sent (Content-Length,
+    # Range…).
     text = method + 12 * "\n" + f"{header_lines}/{account}{parts.path}{query_lines}"
     digest = hmac.digest(base64.b64decode(credentials["access_key"]), text.encode(), "sha256")
     signature = base64.b64encode(digest).decode()

@@ -63,13 +63,15 @@ def find_azure_credentials(options: AzureOptions, stripped: tuple[str, ...] = ()
         stripped: names of options that were left behind when the spec was pickled.
 
     Returns:
-        They name the account, and the endpoint if that is not of Azure's public cloud.
+        The credentials, which name the account, too, and the endpoint unless it is in Azure's
+        public cloud.
 
     Raises:
         CredentialsError: there are none, or azure-identity is needed and is not installed.
         ConfigError: no account is named, or options have no effect.
     """
     from_options = _from_options(options)
+    # If pickling has left a secret behind, the user is not told that these have no effect.
     if options.client_secret is None and "client_secret" not in stripped:
         unused = [name for name in ("client_id", "tenant_id") if getattr(options, name) is not None]
         if unused:
@@ -77,8 +79,8 @@ def find_azure_credentials(options: AzureOptions, stripped: tuple[str, ...] = ()
                 f"{', '.join(map(repr, unused))} in storage_options have no effect without"
                 " 'client_secret'; pass a 'credential' of azure-identity"
             )
-    # The settings of a connection string. That of the environment counts only where options name
-    # no credentials: with them, another account may be meant.
+    # The settings of a connection string. A string in the environment counts only if the options
+    # name no credentials: those in the options may be for another account.
     parts = {}
     if options.connection_string is not None:
         parts = _connection_parts(options.connection_string)
@@ -110,7 +112,7 @@ def find_azure_credentials(options: AzureOptions, stripped: tuple[str, ...] = ()
 def _from_options(options: AzureOptions) -> Credentials | None:
     """Return the credentials that the storage options name; None if they name none.
 
-    A connection string is read elsewhere, because it names the account, too.
+    `find_azure_credentials` reads a connection string, because it may also name the account.
     """
     if options.anon:
         return ANONYMOUS
@@ -163,7 +165,8 @@ def _from_environment(endpoint: str | None) -> Credentials | None:
     """Return the credentials of this machine, the first that there are; None if none.
 
     Args:
-        endpoint: the endpoint that is named, which gets no token of the machine; None: Azure's.
+        endpoint: the endpoint that the user has named; None: Azure's. The metadata service is not
+            asked for a token to send to the former.
     """
     for name, kind in _SECRETS.items():
         value = os.environ.get(name)
@@ -199,10 +202,13 @@ def _identity(source: str, credential: Any) -> Credentials:
 
 
 def _of_azure_identity(credential: Any) -> Callable[[bool], Mapping[str, Any]]:
-    """Return what `Renewing` asks: an object of azure-identity, None for its default chain.
+    """Return the function that a `Renewing` asks; it returns tokens of azure-identity.
 
-    For other tokens than those before, a new default chain is made, which has none cached. The
-    user's own object has no call that clears its cache, so it gives what it believes is valid.
+    If a token was refused, a new default chain is made, which has no token in its cache. The cache
+    of the user's own object cannot be cleared, so it may return the refused token again.
+
+    Args:
+        credential: the user's object of azure-identity; None: its default chain.
     """
     from obstore.auth.azure import AzureCredentialProvider
 
@@ -266,11 +272,12 @@ def _connection_parts(text: str) -> dict[str, str]:
 def _endpoint(options: AzureOptions, parts: Mapping[str, str]) -> str | None:
     """Return the endpoint of the blob service: of options, connection string, or environment.
 
-    None for that of the public cloud.
+    None if none of them names it: it is that of the public cloud.
     """
     endpoint_url = options.endpoint_url or parts.get("blobendpoint")
     if endpoint_url:
         return endpoint_url
+    # A connection string may name another cloud by its domain, instead of the whole endpoint.
     suffix = parts.get("endpointsuffix", "core.windows.net")
     if parts and suffix != "core.windows.net" and "accountname" in parts:
         protocol = parts.get("defaultendpointsprotocol", "https")

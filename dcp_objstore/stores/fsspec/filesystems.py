@@ -1,8 +1,9 @@
 """`Filesystems` of fsspec that carry the requests to a bucket, and how their errors are read.
 
-fsspec has only one error class, for time-outs; its filesystems raise builtin ones, and those
-of whatever library they stand on. Those carry the status of the answer under a few names, which are
-looked for here. s3fs raises builtin ones from botocore's, which `s3.s3fs` reads.
+fsspec has only one error class of its own, for time-outs. Its filesystems raise Python's builtin
+errors, and errors of the library by which they send requests. Errors of libraries carry the status
+of the store's answer in one of a few attributes, which are looked for here. s3fs raises builtin
+errors from those of botocore, which `s3.s3fs` reads.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ _LATE = "builtins.TimeoutError"
 def read_fsspec(error: Exception) -> ErrorDetails:
     """Read what a filesystem raised.
 
-    The status of the store's answer counts first, then a library's type, errno and builtin type.
+    The status of the store's answer says what it means; without one the class of the library's
+    error, else the errno, else the builtin class.
     """
     status = _http_status(error)
     kind = errors.kind_of_answer(status, None) or _kind_without_status(error)
@@ -53,7 +55,8 @@ def read_fsspec(error: Exception) -> ErrorDetails:
     meaning = Meaning(kind, type(error).__name__)
     connected, timed_out = not is_from(error, *_UNREACHED), is_from(error, _LATE)
     if kind is StoreFullError:
-        # In the words of all stores, and without the path that is in an OSError's text.
+        # A `Meaning` without words gets those that are the same for all stores. The text of an
+        # OSError has the path of a file, its `strerror` has not.
         text, meaning = getattr(error, "strerror", None) or text, Meaning(kind)
     elif kind is StoreUnavailableError and status is None and (timed_out or not connected):
         meaning = meaning._replace(
@@ -75,17 +78,18 @@ def is_from(error: BaseException, *names: str) -> bool:
 def _http_status(error: BaseException) -> int | None:
     """Return the HTTP status in an error or what caused it; None if there is none."""
     for cause in errors.causes(error):
+        # aiohttp's errors of reading an answer have a `code` that no server has sent.
         if type(cause).__module__ == "aiohttp.http_exceptions":
             continue  # its codes are its own: 400 for a body that was cut off
         answer: Any = getattr(cause, "response", None)
         for holder, name in (
-            (cause, "status"),  # aiohttp, which warns of its `code`
+            (cause, "status"),  # aiohttp; its `code` is deprecated, so `status` comes first
             (cause, "status_code"),  # azure
             (cause, "code"),  # gcsfs
             (answer, "status_code"),  # requests, huggingface_hub
         ):
             value = getattr(holder, name, None)
-            if isinstance(value, int) and 300 <= value < 600:  # else another library's code
+            if isinstance(value, int) and 300 <= value < 600:  # others are no status of HTTP
                 return value
     return None
 

@@ -1,4 +1,4 @@
-"""`ObjectStore` over any filesystem of fsspec; `fsspec.s3` is the one over s3fs.
+"""`ObjectStore` over any filesystem of fsspec; `s3.s3fs` is the one over s3fs.
 
 Where an object would be visible while it is being written, it is written under another name in the
 same folder, which listings leave out, and then moved: by the filesystem's own rename if it has one,
@@ -67,21 +67,21 @@ class FsspecStore(BaseStore[str]):
         self._root: str = self._fs._strip_protocol(str(url)).rstrip("/")
         kind = type(self._fs)
         is_local = is_of(kind, "fsspec.LocalFileSystem")
-        # Whether an object appears when its file is closed.
+        # Whether an object is not visible before its file is closed.
         self._writes_whole = is_of(kind, *_OBJECT_STORES)
         # Whether it is known how the filesystem writes, and that its times are right.
         self._is_known = is_local or self._writes_whole
         # Whether an object can be created on the condition that there is none: by a hard link, or
         # by gcsfs's `ifGenerationMatch=0`.
         self._creates = is_local or is_of(kind, _GCSFS)
-        # Whether it has a rename of its own; fsspec's copies and removes.
+        # Whether it has a rename of its own: the `mv` of fsspec's base class copies and removes.
         self._renames = kind.mv is not AbstractFileSystem.mv
 
     @property
     def capabilities(self) -> Capabilities:
-        """A create is claimed where the filesystem has an atomic one, an update nowhere.
+        """Conditional creates are claimed if the filesystem has an atomic one, updates never.
 
-        Of an unknown filesystem nothing is claimed that cannot be seen to here.
+        For an unknown filesystem nothing is claimed that depends on how it writes.
         """
         return Capabilities(
             conditional_create=self._creates,
@@ -111,7 +111,11 @@ class FsspecStore(BaseStore[str]):
         *,
         retry: bool,  # noqa: ARG002  retries are the filesystem's own
     ) -> Version:
-        """Return an empty version: nothing here is conditioned on one."""
+        """Write an object; return an empty version, as no write here can be conditioned on one.
+
+        Raises:
+            UnsupportedError: the filesystem has no such conditional write.
+        """
         creates = isinstance(precondition, IfAbsent)
         if precondition is not None and not (creates and self._creates):
             how = "create" if creates else "replace"
@@ -119,10 +123,11 @@ class FsspecStore(BaseStore[str]):
                 f"{type(self._fs).__name__} cannot {how} an object conditionally"
             )
         body = b"".join(buffers)
-        if creates and self._writes_whole:
+        if creates and self._writes_whole:  # this is gcsfs; its `create` fails if there is one
             self._fs.pipe_file(place, body, mode="create")
         else:
-            # An object store makes a single PUT of a body that does not fill a part.
+            # The part is larger than the body, because filesystems of object stores send a body
+            # that does not fill a part in a single PUT.
             self._write(place, [body], len(body) + 1, creates=creates)
         return Version()
 
@@ -163,13 +168,13 @@ class FsspecStore(BaseStore[str]):
     def _write(
         self, path: str, parts: Iterable[bytes], part_size_bytes: int, *, creates: bool = False
     ) -> None:
-        """Write an object, which is not visible before it is whole if that can be.
+        """Write an object so that it is not visible before it is whole, as far as possible.
 
         Args:
             path: the path of the object.
             parts: its bytes.
             part_size_bytes: the size of each part but the last.
-            creates: whether it is an error if there is one already.
+            creates: whether it is an error if there is an object already. False for object stores.
         """
         if self._writes_whole:
             self._write_file(path, parts, part_size_bytes)
@@ -188,36 +193,40 @@ class FsspecStore(BaseStore[str]):
     def _move(self, temporary: str, path: str, *, creates: bool) -> None:
         """Put a temporary object in its place; with `creates`, only if there is none yet."""
         if creates:
-            self._fs.link(temporary, path)
+            self._fs.link(temporary, path)  # fails if there is one
         elif self._renames:
-            if self._fs.isdir(path):  # some would move into it
+            if self._fs.isdir(path):  # some filesystems would move the object into the folder
                 raise IsADirectoryError("it is the prefix of other keys")
             self._fs.mv(temporary, path)
-            if self._fs.exists(temporary):  # WebHDFS does not say that it has not renamed
+            if self._fs.exists(temporary):  # WebHDFS raises nothing if it could not rename
                 raise UnsupportedError(f"{type(self._fs).__name__} cannot replace an object")
             return
         else:
             self._fs.cp_file(temporary, path)
+        # A link or a copy leaves the temporary object; a rename has returned above.
         self._fs.rm_file(temporary)
 
     def _write_file(self, path: str, parts: Iterable[bytes], part_size_bytes: int) -> None:
-        """Write an object under its path; after an error, complete no upload."""
+        """Write an object under its path. After an error, its upload is not completed."""
         file = self._fs.open(path, "wb", block_size=part_size_bytes)
         try:
             for part in parts:
                 file.write(part)
             file.close()
         except BaseException:
+            # Closing a file would complete its upload, unless it counts as closed already. A local
+            # file refuses `discard`, so it is closed in earnest.
             with suppress(Exception):
                 file.discard()
-                file.closed = True  # so that closing it does not complete an upload
+                file.closed = True
             with suppress(Exception):
                 file.close()
             raise
 
     def _meta(self, place: str, info: Mapping[str, Any]) -> ObjectMeta:
         """Return the metadata in what a filesystem says of an object."""
-        # Times of an unknown filesystem are not trusted: nothing there ever looks old.
+        # The times of an unknown filesystem are not trusted. Its objects get the present time, so
+        # that none of them ever looks old.
         modified = _modified(info) if self._is_known else None
         size_bytes = int(info.get("size") or 0)
         # Some filesystems give paths with a slash at the front, others without.
@@ -225,7 +234,7 @@ class FsspecStore(BaseStore[str]):
         return ObjectMeta(key, size_bytes, _version(info), modified or datetime.now(UTC))
 
     def _info(self, place: str) -> Mapping[str, Any]:
-        """Return what a filesystem says of an object; raise where there is none, or a folder."""
+        """Return what a filesystem says of an object; raise if there is none, or only a folder."""
         self._fs.invalidate_cache()
         info: Mapping[str, Any] = self._fs.info(place)
         if info.get("type", "file") != "file":
@@ -243,7 +252,7 @@ class FsspecStore(BaseStore[str]):
         return infos
 
     def _check_bucket(self) -> None:
-        """Raise BucketNotFoundError if there is none: gcsfs lists it as if it were empty."""
+        """Raise BucketNotFoundError if there is no such bucket: gcsfs lists it as an empty one."""
         bucket = self._root.partition("/")[0]
         try:
             self._fs.call("GET", "b/{}/o", bucket, maxResults=1)
@@ -258,6 +267,7 @@ class FsspecStore(BaseStore[str]):
         below = f"{root}/".lstrip("/")
         for name, info in infos.items():
             path = name.lstrip("/")
+            # Objects that are being written have a name that begins with `_OURS`.
             is_object = path.startswith(below) and info.get("type", "file") == "file"
             if is_object and not path.rpartition("/")[2].startswith(_OURS):
                 yield self._meta(path, info)

@@ -39,13 +39,13 @@ def gcs_factory(url: StoreUrl, options: GcsOptions, credentials: Credentials) ->
     endpoint = options.endpoint_url and server_url(options.endpoint_url, use_ssl=True)
     if endpoint is not None:
         config["base_url"] = endpoint
-    # "HTTP headers" of the XML API: the project that is billed.
+    # The project to bill (documentation of the XML API, "HTTP headers").
     headers = {"x-goog-user-project": options.payer} if options.payer else {}
     server = endpoint or "https://storage.googleapis.com"
     bucket_url = f"{server}/{url.bucket}"
     provider, copier = credentials.provider, None
     sign = unsigned(bucket_url) if credentials.anonymous else None
-    if provider is not None:
+    if provider is not None:  # as for all credentials but anonymous ones
         sign = partial(_get_with_token, bucket_url, provider, headers)
         copier = Copier(server, lambda *_: with_token("", provider(), headers).headers, gcs_steps)
     make = new_client_of(
@@ -67,7 +67,7 @@ def _get_with_token(
 def gcs_steps(_: Copier, ask: Ask, source: StoreUrl, target: StoreUrl, head: Message) -> Steps:
     """Copy by "Objects: rewrite" of the JSON API; see `copies.Steps`.
 
-    What takes long takes several requests, each with the token that the last answer gave.
+    A large copy takes several requests. Each of them has the token that the answer before it gave.
     """
     paths = [f"b/{url.bucket}/o/{quote(url.prefix, safe='')}" for url in (source, target)]
     path = f"/storage/v1/{'/rewriteTo/'.join(paths)}"
@@ -78,7 +78,7 @@ def gcs_steps(_: Copier, ask: Ask, source: StoreUrl, target: StoreUrl, head: Mes
         answer = json.loads(body)
         done = answer["done"]
         token_query = f"&rewriteToken={quote(answer.get('rewriteToken', ''), safe='')}"
-        # There is an object under the key only once all of it is copied.
+        # The second value says that there is an object under the key: not before all is copied.
         yield int(answer["totalBytesRewritten"]), done
 
 
@@ -92,8 +92,9 @@ def make_gcsfs(url: StoreUrl, options: GcsOptions, config: TransferConfig) -> Fi
         raise ConfigError("gcsfs has no 'verify'; use the native transport")
     import aiohttp
 
-    # The registered class asks Google over gRPC what kind of bucket it is, for verbs that are not
-    # used here: a minute of waiting for each bucket where the server is another.
+    # Not the class that fsspec has registered for gs://. It asks Google over gRPC what kind of
+    # bucket it is, for the sake of verbs that are not used here. If the server is another one, that
+    # takes a minute for each bucket.
     from gcsfs.core import GCSFileSystem
 
     endpoint_url = options.endpoint_url and server_url(options.endpoint_url, use_ssl=True)

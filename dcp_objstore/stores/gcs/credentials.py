@@ -88,7 +88,8 @@ def _from_defaults(endpoint_url: str | None, stripped: tuple[str, ...]) -> Crede
     """Return google-auth's application default credentials.
 
     Args:
-        endpoint_url: the server, which gets no token of the metadata service; None for Google's.
+        endpoint_url: the server, None for Google's. Another server gets no token of the machine's
+            metadata service.
         stripped: names of options that were left behind when the spec was pickled.
     """
     advice = (
@@ -102,6 +103,7 @@ def _from_defaults(endpoint_url: str | None, stripped: tuple[str, ...]) -> Crede
         from google.auth import compute_engine
 
         credentials, _ = google.auth.default(scopes=scopes)
+        # `compute_engine.Credentials` are those of the metadata service.
         if endpoint_url is not None and isinstance(credentials, compute_engine.Credentials):
             raise CredentialsError(
                 f"no credentials for GCS at {endpoint_url}, where no token of this machine is sent",
@@ -113,7 +115,7 @@ def _from_defaults(endpoint_url: str | None, stripped: tuple[str, ...]) -> Crede
 
 
 def _from_token(token: object) -> Credentials:
-    """Read any form of gcsfs's `token` but the names of its own ways to log in.
+    """Read every form of gcsfs's `token`, except the names of the ways by which gcsfs logs in.
 
     A text is a key in JSON, or the path of one if there is such a file, or else an access token.
     """
@@ -134,7 +136,7 @@ def _from_token(token: object) -> Credentials:
         if token.endswith(".json"):
             raise CredentialsError("the credentials named by storage_options['token'] are missing")
         return fixed_credentials("storage_options", token=token)
-    if hasattr(token, "refresh"):
+    if hasattr(token, "refresh"):  # credentials of google-auth
         return _from_google_auth(lambda _: token, "storage_options")
     raise ConfigError(
         "'token' must be 'anon', 'google_default', 'cloud', an access token, a path to or the"
@@ -175,7 +177,7 @@ def _from_file(path: Path, what: str) -> Credentials:
     """Read a key from a file; `what` names it in messages."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # a UnicodeDecodeError is a ValueError
         reason = class_and_line(error)
     else:
         return _from_text(text, what)
@@ -188,7 +190,8 @@ def _from_text(text: str, what: str) -> Credentials:
     try:
         content = json.loads(text)
     except ValueError:
-        content = None  # a JSONDecodeError carries the whole document
+        # The error below must not have this one as its context: it holds the whole document.
+        content = None
     if not isinstance(content, dict):
         raise CredentialsError(f"{what} is not a key in JSON")
     return _from_key(content, what)
@@ -227,7 +230,8 @@ def _from_google_auth(
 
     try:
         credentials = load([_SCOPE])
-        email = getattr(credentials, "service_account_email", None)  # a user's have none
+        # Credentials of a user have no such attribute.
+        email = getattr(credentials, "service_account_email", None)
         provider = Renewing(source, partial(_ask_google_auth, credentials), _ADVICE)
         return Credentials(source, provider, renew=provider.renew, account_name=email)
     except GoogleAuthError as error:
@@ -235,18 +239,19 @@ def _from_google_auth(
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         # google-auth raises these for a file that is not a key; their text may quote one.
         failure = f"{source} cannot be used: {class_and_line(error)}"
-    # Outside of the handler: its error may carry the whole key.
+    # Raised outside of the handlers, because the error of google-auth may hold the whole key.
     raise CredentialsError(failure.removesuffix("."), advice=advice)
 
 
 def _ask_google_auth(credentials: Any, others: bool) -> Mapping[str, Any]:
     """Return the token of google-auth's credentials; renew it only if it has ended, or soon will.
 
-    obstore's own provider always renews, which credentials of a bare token cannot.
+    obstore's own provider renews the token each time. Credentials of a bare token cannot be
+    renewed.
 
     Args:
         credentials: any credentials of google-auth.
-        others: whether the present token was refused, so that another is needed.
+        others: whether the present token was refused, so that another one is needed.
     """
     from google.auth.exceptions import GoogleAuthError
     from google.auth.transport.requests import Request
@@ -256,7 +261,7 @@ def _ask_google_auth(credentials: Any, others: bool) -> Mapping[str, Any]:
             credentials.refresh(Request())
         except GoogleAuthError as error:
             raise CredentialsError(f"{type(error).__name__}: {error}") from error
-    # google-auth's times are UTC and do not say so.
+    # google-auth's times are in UTC, but have no time zone.
     expires_at = credentials.expiry and credentials.expiry.replace(tzinfo=UTC)
     return {"token": credentials.token, "expires_at": expires_at}
 

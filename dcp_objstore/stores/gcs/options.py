@@ -68,14 +68,15 @@ class GcsOptions(Schema):
     def resolved(self) -> GcsOptions:
         """These options, with the endpoint that the environment names if they have none.
 
-        Google's own libraries ask an emulator without credentials, if none are given to them.
+        An endpoint that STORAGE_EMULATOR_HOST names is an emulator. As in Google's own libraries,
+        it is asked without credentials if the options have none.
 
         Raises:
             ConfigError: the certificates to trust cannot be read.
         """
         endpoint_url = self.or_environment("endpoint_url")
         is_emulated = endpoint_url is not None and endpoint_url == os.environ.get(_EMULATOR)
-        # Google's variable may be `host:port`.
+        # STORAGE_EMULATOR_HOST may be `host:port`, of a server without TLS.
         if endpoint_url is not None and is_emulated and "://" not in endpoint_url:
             endpoint_url = f"http://{endpoint_url}"
         return replace(

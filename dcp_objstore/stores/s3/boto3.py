@@ -71,7 +71,7 @@ class Boto3Store(S3Store):
         use: Use,
         operation: str,
         arguments: Mapping[str, Any],
-        check: Callable[[], None] | None = None,  # noqa: ARG002  the body calls it
+        check: Callable[[], None] | None = None,  # noqa: ARG002  `JoinedBuffers` calls it
     ) -> Any:
         return getattr(self._clients.get(use), operation)(**arguments)
 
@@ -95,14 +95,14 @@ class Boto3Store(S3Store):
     ) -> tuple[Mapping[str, Any], bytearray | None]:
         answer = self._clients.get("read").get_object(**target)
         with closing(ReceivedBody(answer["Body"])) as body:
-            if "ContentLength" not in answer:
+            if "ContentLength" not in answer:  # the body comes in chunks
                 received = body.in_chunks(max_size_bytes)
                 return {**answer, "ContentLength": len(received)}, received
             if answer["ContentLength"] > max_size_bytes:
                 return answer, None
             received = bytearray(answer["ContentLength"])
             rest = memoryview(received)
-            while rest:
+            while rest:  # `readinto` raises at an early end, so this always ends
                 rest = rest[body.readinto(rest) :]
             return answer, received
 
@@ -116,7 +116,8 @@ class Boto3Store(S3Store):
         try:
             check_range_answer(answer, start, end)
         except BaseException:
-            answer["Body"].close()  # or the pool would be a connection short
+            # Until its body is closed, the connection is not back in the client's pool.
+            answer["Body"].close()
             raise
         return ReceivedBody(answer["Body"], Version.of(answer.get("ETag"), answer.get("VersionId")))
 
@@ -148,13 +149,14 @@ class Boto3Clients(S3Requests):
         self._settings = settings = parse(S3Options, options)
         self._config = config
         self._session = session = session_of(settings)
-        if not settings.anon and session.method is None:
+        if not settings.anon and session.method is None:  # boto3 found no credentials
             raise no_s3_credentials(stripped)
         endpoint_url, self._region = s3_server(settings, session.profile)
         style = settings.addressing_style or session.profile.addressing_style
         self._style = "virtual" if is_virtual(style, endpoint_url, url.bucket) else "path"
         self._lock = threading.Lock()
         self._clients: dict[Use, Any] = {}
+        # `S3Requests` says what `payer`, `sealing` and `checksums` are.
         self.payer = {"RequestPayer": "requester"} if settings.requester_pays else {}
         self.sealing = settings.encryption
         super().__init__(config, judge_botocore, endpoint_url, url)
@@ -179,7 +181,9 @@ class Boto3Clients(S3Requests):
 
         config, settings = self._config, self._settings
         seconds = config.request_timeout_seconds
-        if use == "read":  # botocore counts this anew with each piece of a body that comes
+        if use == "read":
+            # botocore's time-out begins anew with each piece of a body that arrives, so this is the
+            # longest time without progress, not the time of the whole read.
             seconds = min(READ_PROGRESS_SECONDS, seconds)
         elif use == "small":
             seconds = self.small_timeout_seconds
@@ -193,7 +197,7 @@ class Boto3Clients(S3Requests):
             endpoint_url=self.endpoint_url,
             region_name=self._region,
             use_ssl=settings.use_ssl,
-            # None leaves it to AWS_CA_BUNDLE and the profile.
+            # With None botocore trusts what AWS_CA_BUNDLE or the profile names, or its own list.
             verify=None if settings.verify is True else settings.verify,
             config=Config(**arguments),
         )
@@ -212,7 +216,8 @@ class JoinedBuffers(io.RawIOBase):
     ) -> None:
         super().__init__()
         self._buffers = [view for view in buffers if len(view)]
-        # Where each buffer begins, and where the last one ends: [0, 100, 105] of 100 and 5 bytes.
+        # The position at which each buffer begins, then the size of the body: [0, 100, 105] if the
+        # buffers have 100 and 5 bytes.
         self._starts = list(accumulate(map(len, self._buffers), initial=0))
         self._check = check
         self._position = 0
@@ -239,13 +244,15 @@ class JoinedBuffers(io.RawIOBase):
         return self._position
 
     def read(self, size: int | None = -1) -> Any:
-        """Return the rest, as bytes; with a size a view of some bytes, without a copy.
+        """Return the next bytes; nothing at the end of the body.
 
-        The view may be longer than `size`, which senders and hashes of bodies accept.
+        Without a size, all the rest is copied into one `bytes`. With a size, the result is a view
+        of one buffer, without a copy. It may be longer than `size`: the HTTP client asks for
+        little at a time, and what sends or hashes a body takes whatever it gets.
         """
         if self._check is not None:
             self._check()
-        if size is None or size < 0:
+        if size is None or size < 0:  # `_next` returns an empty view, equal to b"", at the end
             return b"".join(iter(lambda: self._next(_SEND_BYTES), b""))
         return b"" if size == 0 else self._next(_SEND_BYTES)
 
@@ -256,7 +263,7 @@ class JoinedBuffers(io.RawIOBase):
         return len(view)
 
     def _next(self, most_bytes: int) -> memoryview:
-        """Return the next bytes, all of one buffer; none at the end of the body."""
+        """Return a view of the next bytes, all in one buffer; empty at the end of the body."""
         if self._position >= len(self):
             return memoryview(b"")
         number = bisect_right(self._starts, self._position) - 1
@@ -305,7 +312,11 @@ class ReceivedBody(Answer):
         return body
 
     def _receive(self, into: memoryview) -> int:
-        """Read the next bytes to the front of `into`; return how many, 0 at the end of the body."""
+        """Read the next bytes to the front of `into`; return how many, 0 at the end of the body.
+
+        Raises:
+            BrokenOffError: the connection was lost, or nothing came in time.
+        """
         from botocore.exceptions import BotoCoreError
 
         try:

@@ -49,20 +49,22 @@ def s3_factory(url: StoreUrl, settings: S3Options, credentials: Credentials) -> 
         # AWS, SeaweedFS and moto take bodies without; TLS and our own digests protect the bytes.
         "unsigned_payload": not settings.sign_payload,
         "virtual_hosted_style_request": virtual,
-        # Settings of other tools in the environment do not count.
+        # Given here, so that AWS_CONDITIONAL_PUT and AWS_S3_EXPRESS, which obstore would read in
+        # the environment, do not count.
         "conditional_put": "etag",
         "s3_express": _is_express(url.bucket, endpoint),
     }
     server = endpoint or f"https://s3.{region}.amazonaws.com"
     bucket_url = virtual_url(server, url.bucket) if virtual else f"{server}/{url.bucket}"
     if endpoint is not None:
-        # This field wins over every other, also over those of the environment.
+        # obstore knows several settings for the endpoint; this one wins over all others, also over
+        # those in the environment. For virtual addressing it has to contain the bucket.
         config["aws_endpoint_url_s3"] = bucket_url if virtual else endpoint
     if settings.requester_pays:
         config["request_payer"] = True
     for name in ("sse", "sse_kms_key_id", "sse_bucket_key"):
         value = getattr(settings, name)
-        if value is not None:
+        if value is not None:  # `native` are obstore's names of an option
             config[settings.option(name).native[0]] = value
     checksum = s3_checksum(settings, endpoint)
     if checksum in _BOTO3_CHECKSUMS:
@@ -72,12 +74,15 @@ def s3_factory(url: StoreUrl, settings: S3Options, credentials: Credentials) -> 
     if checksum is not None:
         config["checksum_algorithm"] = checksum
     elif os.environ.get(CHECKSUM_VARIABLE) is not None:
+        # No checksum is to be sent, but obstore would send the variable's, and cannot be told not
+        # to.
         raise ConfigError(
             f"{CHECKSUM_VARIABLE} is set in the environment, and obstore reads it, which has no"
             " word for none: unset it, or use transport 'boto3'"
         )
     sign: Sign | None = None
-    # A signed URL does not say who pays, and a directory bucket takes those of a session alone.
+    # Without `sign` there is no direct lane. obstore's signed URLs do not say who pays, and a
+    # directory bucket takes only URLs that were signed with the credentials of a session.
     if not (settings.requester_pays or config["s3_express"]):
         sign = unsigned(bucket_url) if settings.anon else signed_url
     make = new_client_of(S3Store, config, credentials, endpoint=endpoint, verify=settings.verify)
@@ -88,9 +93,10 @@ def _is_express(bucket: str, endpoint: str | None) -> bool:
     """Whether a bucket is a directory bucket of AWS itself.
 
     Raises:
-        ConfigError: its name has no zone, or the endpoint is named, which obstore takes for that of
-            an ordinary bucket.
+        ConfigError: the bucket's name has no zone; or the endpoint is given, and obstore would use
+            it as that of an ordinary bucket.
     """
+    # On another server than AWS, a bucket with such a name is an ordinary one.
     if not is_directory_bucket(bucket) or not is_aws(endpoint):
         return False
     if endpoint is not None:
@@ -98,6 +104,6 @@ def _is_express(bucket: str, endpoint: str | None) -> bool:
             f"{bucket!r} is a directory bucket, whose endpoint follows from its name and the"
             f" region: leave out endpoint_url ({endpoint}), or use transport 'boto3'"
         )
-    if bucket.count("--") < 2:
+    if bucket.count("--") < 2:  # the form is BASE--ZONE--x-s3
         raise ConfigError(f"{bucket!r} has no zone in its name, as directory buckets do")
     return True

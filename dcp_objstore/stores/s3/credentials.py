@@ -96,10 +96,10 @@ def _from_options(settings: S3Options) -> Credentials | None:
 
 
 def keys_of_environment() -> Credentials | None:
-    """Return the keys in the environment's variables; None: there are none.
+    """Return the keys in the environment's variables; None if key or secret is missing.
 
     Raises:
-        CredentialsError: they cannot be sent.
+        CredentialsError: one of them has a character that cannot be sent in a header.
     """
     key, secret, token = (
         S3Options.option(name).from_environment() for name in ("key", "secret", "token")
@@ -114,8 +114,10 @@ def _from_machine() -> Credentials | None:
     """Return the credentials of this machine: what boto3 finds, or what obstore can find alone.
 
     Raises:
-        CredentialsError: a setting names what is not there, or takes boto3, which is not installed.
+        CredentialsError: a setting names a file or profile that does not exist, or only boto3 can
+            read it, which is not installed; or it is obstore's name of a setting of AWS.
     """
+    # obstore's own name of this setting counts neither with boto3 nor in `_from_instance`.
     if os.environ.get(_METADATA_OF_OBSTORE):
         raise CredentialsError(f"{_METADATA_OF_OBSTORE} is not read: set {_METADATA} in its place")
     profile = S3Options.option("profile").from_environment()
@@ -127,10 +129,12 @@ def _from_machine() -> Credentials | None:
             raise CredentialsError(f"{name} in the environment names no file: {path!r}")
     if importlib.util.find_spec("boto3") is not None:
         return _from_boto3(None, None)
+    # From here on without boto3. First, settings that only boto3 reads are refused by name.
     for name in (*_BOTO3_VARIABLES, _AGENT):
         is_read_by_obstore = name == _AGENT and os.environ.get(_AGENT_TOKEN_FILE)
         if os.environ.get(name) and not is_read_by_obstore:
             raise CredentialsError(f"{name} in the environment {_NEEDS_BOTO3}")
+    # With one of these settings, each client of obstore finds credentials by itself.
     for name in (*_OBSTORE_VARIABLES, _AGENT):
         if os.environ.get(name):
             return Credentials(f"{name} in the environment", renew=asked_by_clients)
@@ -139,9 +143,10 @@ def _from_machine() -> Credentials | None:
 
 
 def _check_shared_files() -> None:
-    """Raise if the AWS files have credentials, which boto3 would read.
+    """Raise if the AWS files have credentials: boto3, which is not installed, would read them.
 
-    Others that obstore finds in their place would be somebody else's.
+    obstore does not read these files. What it finds in their place, such as the role of the
+    instance, may belong to somebody else than the user means.
     """
     for variable, default in _SHARED_FILES.items():
         path = Path(os.path.expandvars(os.environ.get(variable) or default)).expanduser()
@@ -155,10 +160,12 @@ def _check_shared_files() -> None:
 
 
 def _from_instance() -> Credentials | None:
-    """Return what has obstore ask the machine's metadata service; None if there is no service."""
+    """Return credentials that obstore gets from the metadata service; None if there is none."""
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return None
     endpoint = os.environ.get(_METADATA) or "http://169.254.169.254"
+    # The service is asked for a session token, as its clients do first. The token is not used: it
+    # only matters whether there is an answer.
     token_seconds = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
     if not metadata_answers(endpoint, "PUT", "/latest/api/token", token_seconds):
         return None
@@ -171,9 +178,17 @@ def _from_boto3(profile: str | None, setting: str | None) -> Credentials | None:
 
     Args:
         profile: the profile to read; None: boto3 chooses.
-        setting: the setting that names the profile, in words for errors. None if none does; then
-            the result is None if boto3 finds no credentials. With one, that is an error.
+        setting: the setting that names the profile, in words for errors; None if the user has
+            named no profile.
+
+    Returns:
+        The credentials; None if boto3 finds none and `setting` is None.
+
+    Raises:
+        CredentialsError: boto3 is not installed, or a profile that the user has named cannot be
+            read or has no credentials.
     """
+    # Without a `setting`, the caller has found that boto3 is installed.
     if importlib.util.find_spec("boto3") is None:
         raise CredentialsError(f"{setting} {_NEEDS_BOTO3}")
     opened = open_boto3_session(setting or "the AWS settings", profile_name=profile)
@@ -184,7 +199,7 @@ def _from_boto3(profile: str | None, setting: str | None) -> Credentials | None:
     source = setting or f"boto3 ({opened.method})"
 
     def load() -> Any:
-        # A new session: that of before has the credentials that were refused.
+        # Always a new session: an earlier one would return the credentials that were refused.
         return open_boto3_session(source, profile_name=profile).session.get_credentials()
 
     provider = Renewing(source, of_botocore(load))
@@ -213,7 +228,7 @@ def open_boto3_session(source: str, **arguments: Any) -> Boto3Session:
         arguments: the arguments of `boto3.Session`.
 
     Raises:
-        CredentialsError: the profile does not exist, or the files cannot be read.
+        CredentialsError: the profile does not exist, or the AWS files cannot be read.
     """
     import boto3
     from botocore.exceptions import BotoCoreError, ProfileNotFound
@@ -221,10 +236,10 @@ def open_boto3_session(source: str, **arguments: Any) -> Boto3Session:
     failure = None
     try:
         session = boto3.Session(**arguments)
-        core = session._session
+        core = session._session  # the session of botocore below it
         credentials = session.get_credentials()
         settings = core.get_scoped_config()
-    except ProfileNotFound as error:
+    except ProfileNotFound as error:  # a BotoCoreError whose text holds only the profile's name
         raise CredentialsError(f"{source}: {error}") from error
     except (BotoCoreError, OSError) as error:
         failure = f"{source}: the AWS settings cannot be read: {class_and_line(error)}"
@@ -232,7 +247,7 @@ def open_boto3_session(source: str, **arguments: Any) -> Boto3Session:
         raise CredentialsError(failure)
     # A profile may name a section `[services NAME]`, whose endpoint for S3 wins.
     services = core.full_config.get("services", {}).get(settings.get("services")) or {}
-    s3 = settings.get("s3")  # text, not a mapping, where there are no settings below it
+    s3 = settings.get("s3")  # a mapping if settings are indented below it, otherwise text
     profile = Credentials(
         source,
         region=session.region_name,
@@ -251,7 +266,8 @@ def session_of(settings: S3Options) -> Boto3Session:
     """
     has_profile = settings.profile is not None
     if not (has_profile or settings.anon or settings.key):
-        keys_of_environment()  # raises where they cannot be sent; boto3 finds them itself
+        # Only to raise an error if these keys cannot be sent; boto3 reads them by itself.
+        keys_of_environment()
     return open_boto3_session(
         f"profile {settings.profile!r}" if has_profile else "the AWS settings",
         aws_access_key_id=settings.key,
@@ -263,16 +279,18 @@ def session_of(settings: S3Options) -> Boto3Session:
 
 
 def of_botocore(load: Callable[[], Any]) -> Callable[[bool], Mapping[str, Any]]:
-    """Return what `Renewing` asks: botocore's credentials, which `load` reads.
+    """Return the function that a `Renewing` asks; it returns the credentials that `load` reads.
 
-    botocore renews them by itself when they end, so `load` is called again only for others.
+    botocore renews credentials by itself before they end. So `load` is called a second time only
+    if they were refused, and `Renewing` asks for others.
     """
     credentials: Any = None
 
     def ask(others: bool) -> Mapping[str, Any]:
         nonlocal credentials
         if others or credentials is None:
-            credentials = None  # those of before were refused, also if no others can be read
+            # If `load` raises, the next call must not return the ones that were refused.
+            credentials = None
             credentials = load()
         frozen = None if credentials is None else credentials.get_frozen_credentials()
         if frozen is None or frozen.access_key is None:
@@ -281,7 +299,8 @@ def of_botocore(load: Callable[[], Any]) -> Callable[[bool], Mapping[str, Any]]:
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            # Not public; `tests/e2e/test_credentials_expire.py` fails should it go.
+            # No public attribute says when they end. `tests/e2e/test_credentials_expire.py` fails
+            # if botocore removes this one.
             "expires_at": getattr(credentials, "_expiry_time", None),
         }
 

@@ -24,7 +24,11 @@ _REGION = re.compile(r"[A-Za-z0-9._-]+")
 
 
 def s3_server(settings: S3Options, credentials: Credentials) -> tuple[str | None, str]:
-    """Endpoint and region: from the options and the environment, then from the profile.
+    """Return endpoint and region: from the options, else the environment, else the profile.
+
+    Args:
+        settings: the options, completed with the settings of the environment.
+        credentials: what the profile says, if one was read.
 
     Returns:
         The endpoint as a URL, None for AWS itself, and the region.
@@ -46,16 +50,17 @@ def s3_server(settings: S3Options, credentials: Credentials) -> tuple[str | None
 
 
 def _unusual_server(region: str, core: Any) -> str | None:
-    """Return AWS's own server where it is not `s3.REGION.amazonaws.com`; botocore knows it.
+    """Return AWS's own server for a region; None if it is `s3.REGION.amazonaws.com`.
 
-    None where it is that. Making a client of botocore sends nothing.
+    botocore knows the other ones: a client is made to ask it, which sends no request.
 
     Args:
         region: the region.
-        core: the session of botocore that has read a profile; None: the environment counts.
+        core: the session of botocore that has read a profile; None: no profile was read, and only
+            the environment may ask for another server.
 
     Raises:
-        ConfigError: botocore is not installed, or there is none.
+        ConfigError: botocore is needed and not installed, or it knows no such server.
     """
     variables = [name for name in _VARIANTS if os.environ.get(name, "").lower() == "true"]
     in_profile = core is not None and any(map(core.get_config_variable, _VARIANTS.values()))
@@ -75,7 +80,7 @@ def _unusual_server(region: str, core: Any) -> str | None:
         client = (core or Session()).create_client(
             "s3",
             region_name=region,
-            # Not used; without them botocore would look for credentials.
+            # Nothing is signed with these; without them botocore would look for credentials.
             aws_access_key_id="-",
             aws_secret_access_key="-",
             config=Config(s3={"us_east_1_regional_endpoint": "regional"}),

@@ -56,9 +56,11 @@ def read_botocore(error: Exception, *, conditional: bool = False) -> ErrorDetail
     refusal = client_error(error)
     if refusal is not None:
         return _refusal_details(refusal, conditional)
+    # An adapter looked in an answer for what every store's answer has.
     if isinstance(error, KeyError) and error.args in _LACKS:
         text = f"its answer has no {error.args[0]}"
         return ErrorDetails(text=text, meaning=errors.NO_STORE_ANSWERED)
+    # No answer came.
     types = [type(cause) for cause in errors.led_to(error)]
     return ErrorDetails(
         text=str(error),
@@ -103,7 +105,7 @@ def is_upload_gone(error: BaseException) -> bool:
 
 
 def drop_request(error: BaseException) -> None:
-    """Remove what refers to the request of an error, whose body is the caller's memory."""
+    """Remove what an error keeps of its request, because a body is the caller's memory."""
     from botocore.exceptions import HTTPClientError
 
     drop_frames(errors.led_to(error))
@@ -113,17 +115,22 @@ def drop_request(error: BaseException) -> None:
 
 
 def _refusal_details(refusal: Any, conditional: bool) -> ErrorDetails:
-    """Return what a `ClientError` says, its text as `403 Forbidden: AccessDenied: no rights`."""
+    """Return what a `ClientError` says, with a text like `403 Forbidden: AccessDenied: no rights`.
+
+    For an answer without a body, botocore fills in the status as the code, and as the message the
+    words for the status. Both are left out here.
+    """
     status, code = status_of(refusal), code_of(refusal) or None
     if code == str(status):
         code = None
     phrase = f"{status} {http.client.responses.get(status or 0, '')}".rstrip()
     message = refusal.response.get("Error", {}).get("Message") or ""
-    if message in phrase:  # botocore's own, where the answer had no body
+    if message in phrase:
         message = ""
     text = ": ".join(filter(None, (phrase, code, message)))
     details = ErrorDetails(text=text, status=status, code=code, conditional=conditional)
-    # Where an object may be missing (`If-Match` needs one), a bare 404 may be a store's.
+    # If no object can be missing, a store says 404 for the bucket alone, and adds a code. So a 404
+    # without one comes from another server. An `If-Match` needs an object, which may be missing.
     needs_no_object = refusal.operation_name in _NEED_A_BUCKET and not conditional
     if status == http.client.NOT_FOUND and code is None and needs_no_object:
         return replace(details, meaning=errors.NO_BUCKET)
@@ -131,7 +138,7 @@ def _refusal_details(refusal: Any, conditional: bool) -> ErrorDetails:
 
 
 def _meaning_of_silence(error: Exception) -> Meaning:
-    """Return why a request got no answer, by what the error was raised for, then by its type."""
+    """Return why a request got no answer: by the errors that led to this one, else by its type."""
     for cause in errors.led_to(error):
         if isinstance(cause, ssl.SSLCertVerificationError):
             return errors.WRONG_CERTIFICATE
@@ -139,7 +146,7 @@ def _meaning_of_silence(error: Exception) -> Meaning:
         reason = getattr(cause, "reason", None)
         if isinstance(cause, ssl.SSLError) and reason == "WRONG_VERSION_NUMBER":
             return errors.NO_TLS
-        # RemoteDisconnected is a BadStatusLine, too.
+        # Not isinstance: RemoteDisconnected, a connection that was closed, is a subclass.
         if type(cause) is http.client.BadStatusLine:
             return errors.NO_HTTP
     for types, meaning in _NO_ANSWERS.items():

@@ -170,7 +170,7 @@ class S3Options(Schema):
         )
         if options.sse not in (None, *_SSE):
             raise ConfigError(f"the environment's {_SSE_VARIABLE} must be one of {', '.join(_SSE)}")
-        # Without KMS the options name no key (`check`), so what is named is the environment's.
+        # `check` refuses a key in the options without KMS, so a key here is the environment's.
         key_id, bucket_key = self.or_environment("sse_kms_key_id"), _flag(_BUCKET_KEY_VARIABLE)
         if options.sse in _SSE_WITHOUT_KMS:
             if key_id is not None or bucket_key:
@@ -205,7 +205,11 @@ class S3Options(Schema):
 
 
 def _checksum_of_environment() -> str | None:
-    """Return the checksum algorithm of the environment variable; None if unset."""
+    """Return the checksum algorithm that the environment names, in S3's spelling; None if unset.
+
+    Raises:
+        ConfigError: there is no such algorithm.
+    """
     text = os.environ.get(CHECKSUM_VARIABLE)
     if text is None:
         return None

@@ -1,6 +1,7 @@
-"""`ObjectStore` over the client of aiobotocore that s3fs makes (`set_session`), and its making.
+"""`ObjectStore` over s3fs, and the making of the filesystems that it needs.
 
-s3fs's own verbs have no conditional update, and send parts one after the other.
+The requests are sent by the client of aiobotocore that s3fs has made (`set_session` returns it):
+s3fs's own verbs have no conditional update, and send the parts of an upload one after the other.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class S3fsStore(S3Store):
     ) -> Any:
         filesystems = self._filesystems
         fs = filesystems.read if use == "read" else filesystems.write
-        # Timed here, because aiohttp has no time-out for the "100 Continue" before a body.
+        # `_run` ends the wait: aiohttp has no time-out for the server's "100 Continue", which
+        # comes before a body is sent.
         seconds = filesystems.request_timeout_seconds
         if use == "small":
             seconds = filesystems.small_timeout_seconds
@@ -98,13 +100,17 @@ class S3fsStore(S3Store):
             seconds: the time-out. Default: none.
             check: a function that is called every `STEP_SECONDS` during the wait; it ends the wait
                 by raising.
+
+        Raises:
+            TimeoutError: the coroutine has not ended in time.
+            Also what it or `check` raises.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._filesystems.read.loop)
         step_seconds = None if check is None else STEP_SECONDS
         try:
             return result_of(future, seconds, check=check, step_seconds=step_seconds)
         finally:
-            future.cancel()  # does nothing but after a time-out, or where `check` raised
+            future.cancel()  # does nothing if the coroutine has ended
 
     def _body(
         self,
@@ -120,7 +126,8 @@ class S3fsStore(S3Store):
             answer = await _send(self._filesystems.read, "get_object", target)
             stream = answer["Body"]
             async with stream:
-                if "ContentLength" not in answer:  # a body in chunks
+                if "ContentLength" not in answer:  # the body comes in chunks
+                    # Read just beyond the limit at most: the caller refuses what is larger.
                     body = bytearray()
                     while len(body) <= max_size_bytes and (piece := await stream.read(MIB)):
                         body += piece
@@ -128,7 +135,7 @@ class S3fsStore(S3Store):
                 is_large = answer["ContentLength"] > max_size_bytes
                 return answer, None if is_large else await stream.read()
 
-        # No time-out of ours: botocore's counts from the last bytes that came.
+        # Without a time-out here, as botocore's own begins anew with each piece of the body.
         answer_and_body: tuple[Mapping[str, Any], bytes | None] = self._run(read())
         return answer_and_body
 
@@ -151,10 +158,11 @@ async def _send(fs: Any, operation: str, arguments: Mapping[str, Any]) -> Any:
 def make_s3fs(
     cls: Any, url: StoreUrl, settings: S3Options, config: TransferConfig
 ) -> S3Filesystems:
-    """Make two filesystems of s3fs, which differ in how long they wait for the next bytes."""
+    """Make a filesystem for reads and one for writes, which waits longer for the next bytes."""
     if not (settings.anon or settings.key or settings.profile):
-        keys_of_environment()  # raises where they cannot be sent; botocore finds them itself
-    # What is not given here, botocore looks up in the profile.
+        # Only to raise an error if these keys cannot be sent; botocore reads them by itself.
+        keys_of_environment()
+    # These credentials name nothing. botocore looks up in the profile what the options leave out.
     endpoint_url, _ = s3_server(settings, Credentials("fsspec"))
     filesystems = [
         sending_once(

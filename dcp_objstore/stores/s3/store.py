@@ -136,8 +136,8 @@ class S3Store(BaseStore["dict[str, str]"]):
             verb: the verb of `ObjectStore`.
             operation: botocore's name of it.
             arguments: the arguments of the operation, without its body.
-            body: the bytes that are sent with it. Empty: none, because with an empty `Body`
-                botocore before 1.44 hangs in the next request of the connection.
+            body: the bytes that are sent with it. If there are none, no `Body` is passed: after an
+                empty one, botocore before 1.44 hangs in the next request of the connection.
             check: a function that is called before and while it is sent, and ends it by raising.
             repeatable: whether it may be sent again if it may have taken effect.
             retry: whether it may be sent again at all.
@@ -174,7 +174,7 @@ class S3Store(BaseStore["dict[str, str]"]):
             with self._conditional_write():
                 return self._put_whole({**place, **condition}, views, retry=retry, repeatable=False)
         except Exception as error:
-            # Not left to `_errors`, which does not know of the condition.
+            # The caller's `_errors` would translate it without knowing of the condition.
             raise self._translate(error, conditional="IfMatch" in condition) from error
 
     def _put_whole(
@@ -219,7 +219,7 @@ class S3Store(BaseStore["dict[str, str]"]):
                 part = next(parts, [])
             return self._completed_version(place, upload.complete())
         except BaseException:
-            source.left_parts = not upload.abort()
+            source.left_parts = not upload.abort()  # `BaseStore.put_stream` tells the user
             raise
 
     def _completed_version(self, place: dict[str, str], answer: Mapping[str, Any]) -> Version:
@@ -237,8 +237,8 @@ class S3Store(BaseStore["dict[str, str]"]):
     ) -> Version:
         """Copy each source in parts (`UploadPartCopy`), on the condition that it has its ETag.
 
-        Some servers ignore that condition, so before the object is made of the parts, each source
-        is looked at again.
+        Some servers ignore that condition. So each source is looked at again when all parts are
+        copied, and before the object is made of them.
         """
         # The store computes its own checksums of what it copies.
         upload = MultipartUpload(
@@ -271,10 +271,12 @@ class S3Store(BaseStore["dict[str, str]"]):
             return self._completed_version(place, upload.complete())
         except BaseException as error:
             is_aborted = upload.abort()
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception):  # Ctrl-C, for example, is raised as it is
                 raise
             translated, cause = self._translate(error), error.__cause__
-            if translated is not error:  # else it may be the caller's own, which `moved` raised
+            # An error of this package is its own translation, and stays as it is: it may be one of
+            # the caller's, which `moved` raised. An error of botocore says which copy failed.
+            if translated is not error:
                 translated.message += f" (in a copy of {', '.join(places)})"
                 cause = error
             if not is_aborted:
@@ -282,7 +284,7 @@ class S3Store(BaseStore["dict[str, str]"]):
             raise translated from cause
 
     def _place_of(self, source: CopySource, target: Mapping[str, str]) -> dict[str, str]:
-        """Return the place of a source, with whatever else is in that of the new object.
+        """Return the arguments that name a source; the others are those of the new object's place.
 
         Raises:
             UnsupportedError: this store cannot copy it, or not safely.
@@ -291,7 +293,8 @@ class S3Store(BaseStore["dict[str, str]"]):
         if url.scheme != self._url.scheme or source.version.e_tag is None:
             raise UnsupportedError(f"{source.url} is not on this store, or its ETag is not known")
         if self.endpoint_url is not None and ("%" in url.prefix or "+" in url.prefix):
-            # Ceph's gateway decodes the key twice, and may copy another object.
+            # Ceph's gateway decodes the key twice, and may copy another object. AWS (where the
+            # endpoint is None) does not.
             raise UnsupportedError(
                 f"{source.url} has a '%' or '+' in its key, which some servers misread in a copy"
             )
@@ -318,8 +321,9 @@ class S3Store(BaseStore["dict[str, str]"]):
         except Exception as error:
             if status_of(error) not in errors.UNCLEAR_IN_HEAD:
                 raise
-        # A GET of nearly nothing says what is wrong, or the size: "bytes 0-0/SIZE". A server that
-        # ignores Range announces all of the object.
+        # The HEAD was refused without a reason (its answer has no body), or did not say the size.
+        # A GET of one byte says why, or the size ("bytes 0-0/SIZE"). A server that ignores Range
+        # announces the whole object.
         answer, _ = self._read_again("head", {**place, "Range": "bytes=0-0"}, 1)
         size = str(answer.get("ContentRange", "")).rpartition("/")[2]
         return self._meta(place, {**answer, "ContentLength": int(size or answer["ContentLength"])})
@@ -348,13 +352,12 @@ class S3Store(BaseStore["dict[str, str]"]):
             send = partial(self._send, "list", "list_objects_v2")
             for page in pages(send, {**target, "Prefix": start}, marks):
                 for entry in page.get("Contents", ()):
-                    # A key with a slash at its end is an empty object, which a console has made of
-                    # a folder.
+                    # A console makes a folder as an empty object, whose key ends with a slash.
                     if not entry["Key"].endswith("/"):
                         yield self._entry_meta(entry, start)
 
     def _entry_meta(self, entry: Mapping[str, Any], start: str) -> ObjectMeta:
-        """Return the metadata in an entry of a listing of the keys that start so."""
+        """Return the metadata in an entry of a listing; all its keys should begin with `start`."""
         key: str = entry["Key"]
         if not key.startswith(start):
             raise StoreUnavailableError(f"the store answered with a key outside the root: {key!r}")
@@ -372,14 +375,15 @@ def pages(
     Args:
         ask: a function that sends a request with these arguments for a page.
         arguments: the arguments of every request.
-        marks: the names of the arguments that say where a page begins, and where their values
-            stand in the page before: `{"ContinuationToken": "NextContinuationToken"}`.
+        marks: where a page begins: the name of an argument of the request, and of the field of the
+            page before that has its value: `{"ContinuationToken": "NextContinuationToken"}`.
 
     Raises:
         StoreUnavailableError: a page begins where an earlier one did.
     """
     beginning: dict[str, Any] = {}
-    seen: set[tuple[Any, ...]] = {()}  # the first page begins without marks
+    # The values of the marks so far. The first page has none, so a later one without is a repeat.
+    seen: set[tuple[Any, ...]] = {()}
     while True:
         page = ask({**arguments, **beginning})
         yield page

@@ -1,4 +1,7 @@
-"""Unfinished uploads to S3, and what the bucket does by itself: its lifecycle rules.
+"""Unfinished uploads to S3, and the lifecycle rules by which a bucket removes objects by itself.
+
+An unfinished upload is a multipart upload that was neither completed nor aborted. Its parts take
+space, and listings of objects do not show them.
 
 obstore has no calls for these, so they go through boto3 (extra `s3`), with the endpoint and the
 credentials that obstore gets.
@@ -57,7 +60,7 @@ class S3Uploads:
         with boto_errors(self._url):
             marks = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
             ask = partial(self._ask, "list_multipart_uploads")
-            # The prefix again, for servers that do not look at it.
+            # Some servers ignore the prefix and list the uploads to the whole bucket.
             return [
                 self._with_size(entry)
                 for page in pages(ask, {"Prefix": self._root}, marks)
@@ -90,7 +93,7 @@ class S3Uploads:
                     raise
 
     def lifecycle_rules(self) -> Sequence[Mapping[str, Any]]:
-        """The bucket's lifecycle rules, as AWS describes them; none is an empty sequence.
+        """The bucket's lifecycle rules, in the form that AWS documents; empty if it has none.
 
         Raises:
             As `list`.
@@ -99,7 +102,7 @@ class S3Uploads:
             try:
                 answer = self._ask(_RULES, {})
             except self._client.exceptions.ClientError as error:
-                if code_of(error) != _NO_RULES:
+                if code_of(error) != _NO_RULES:  # S3 refuses the request if there are no rules
                     raise
                 return ()
             return tuple(answer.get("Rules", ()))
@@ -110,8 +113,8 @@ class S3Uploads:
         Raises:
             ClientError: the store refused it; the caller tells what that means.
         """
-        payer = {} if operation == _RULES else self._payer
-        # None of these is a verb of `ObjectStore`. They are as small as a list.
+        payer = {} if operation == _RULES else self._payer  # only `_RULES` does not take it
+        # `tries` wants a verb of `ObjectStore`. These requests are as small as those of `list`.
         tries = self._requests.tries("list", arguments.get("Key", ""))
         call = getattr(self._client, operation)
         send = partial(call, Bucket=self._bucket, **arguments, **payer)

@@ -103,7 +103,8 @@ class MultipartUpload:
         self._last_number += 1
         self._tasks.put((self._last_number, part))
         if len(self._workers) < self.threads:
-            # Daemons: a request that hangs must not keep a program alive that was told to stop.
+            # `spawn` makes daemon threads: a request that hangs must not keep alive a program that
+            # was told to stop.
             self._workers.append(spawn(self._work, f"part-{self._last_number}"))
 
     def wait(self) -> None:
@@ -123,8 +124,9 @@ class MultipartUpload:
             What a part met.
         """
         self.wait()
-        # S3 wants the checksums of the parts again, of those algorithms whose checksum of the
-        # object is made of them ("Checking object integrity": composite checksums).
+        # An entry is the ETag of a part and its checksum, if any. S3 wants the checksums again for
+        # the algorithms with which it makes the object's checksum of those of the parts
+        # ("Checking object integrity": composite checksums).
         listed = [
             {"PartNumber": number, **self._entries[number]} for number in sorted(self._entries)
         ]
@@ -136,8 +138,8 @@ class MultipartUpload:
     def abort(self) -> bool:
         """End the requests under way, then have the store remove the parts.
 
-        In this order, because a part that arrives after the abort would stay. It is sent twice at
-        most: a store that does not answer has been waited for already.
+        In this order, because a part that arrives after the abort would stay. The abort is sent
+        twice at most: a store that does not answer has been waited for already.
 
         Returns:
             Whether no part is left.
@@ -149,7 +151,8 @@ class MultipartUpload:
         for _ in range(2):
             try:
                 self.send_request("abort_multipart_upload", self._place(), retry=False)
-            except Exception as error:  # noqa: BLE001  what ended the upload is the error to raise
+            except Exception as error:  # noqa: BLE001  the caller raises what ended the upload
+                # An upload that is gone, or whose bucket is gone, has no parts.
                 if not (is_upload_gone(error) or code_of(error) == "NoSuchBucket"):
                     continue
             return True
@@ -171,15 +174,15 @@ class MultipartUpload:
             try:
                 self._entries[number] = self._send_part(number, part)
             except _UploadStoppedError:
-                pass  # why it was stopped is raised elsewhere
-            except BaseException as error:  # noqa: BLE001  raised in the thread that sends
+                pass  # the reason is `_error`, or the error for which `abort` was called
+            except BaseException as error:  # noqa: BLE001  `send` or `wait` raises it
                 drop_request(error)
                 self._error = self._error or error
             del part
             self._slots.release()
 
     def _send_part(self, number: int, part: _Part) -> dict[str, str]:
-        """Send a part; return what `complete` has to say of it."""
+        """Send a part; return its entry for `complete`, without the number."""
         place = {**self._place(), "PartNumber": number}
         if isinstance(part, CopiedPart):
             arguments = {**place, **part.arguments}
@@ -237,8 +240,8 @@ class Checksums:
     def of(self, buffers: Sequence[memoryview]) -> dict[str, str]:
         """Return the arguments of a request whose body is these buffers, one behind the other.
 
-        Those of a part are sent again when the upload is completed. This passes over the memory
-        once and does not copy it.
+        The arguments of a part are sent again when the upload is completed. The memory is read once
+        and not copied.
         """
         if self._algorithm is None:
             return {}
@@ -270,7 +273,7 @@ def _crc(algorithm: str) -> _Crc:
     """Return the function that computes a CRC.
 
     Raises:
-        ConfigError: it needs awscrt, which is not installed or too old to have it.
+        ConfigError: the CRC needs awscrt, which is not installed, or too old to have this CRC.
     """
     if algorithm not in _AWSCRT_ALGORITHMS:
         return zlib.crc32
