@@ -286,7 +286,7 @@ def are_alike(one: Any, other: Any) -> bool:
 
 
 def _form(tensor: Any) -> tuple[object, ...]:
-    """Return what a tensor has besides the values of its parts."""
+    """Return all that a tensor is besides the values of its parts, to be compared."""
     if not is_wrapper(tensor):
         return tensor.dtype, tensor.shape
     names, context = tensor.__tensor_flatten__()

@@ -142,7 +142,7 @@ class _Watch:
         with self._changed:
             self._calls.discard(call)
             call.is_over = True
-            if call._store is not None:
+            if call._store is not None:  # otherwise it has no notes yet: see `note_or_warn`
                 self._to_clear.append(call)
                 self._changed.notify()
 

@@ -127,7 +127,7 @@ class StepConsensus:
             self._count += 1
             if self._hold is not None and self._count >= self._hold:
                 self._wait()  # it gives up the lock meanwhile, so that the other thread can go on
-            agreed = self._agreed
+            agreed = self._agreed  # None, too, if there are no more agreements
             if agreed is None or self._count < agreed.boundary:
                 return frozenset()
             self._agreed = self._hold = None

@@ -535,6 +535,7 @@ class _ObjectStoreTrainer:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         elif trainer.args.should_save:
             Path(output_dir or "").mkdir(parents=True, exist_ok=True)
+            # Of a PEFT model only the adapters are saved, which `peft_state` describes.
             names = () if is_peft(trainer.model) else ("config", "generation_config")
             configs = [getattr(trainer.model, name, None) for name in names]
             for writes_itself in (*configs, trainer.processing_class):
@@ -576,6 +577,7 @@ def _stop_when_preempted(run: _TrainerRun) -> Any:
 
     class StopWhenPreempted(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+            # The manager saves nothing here. It lets the ranks agree on the step at which to end.
             run.manager.step(state.global_step, {})
             if run.manager.preempted():
                 control.should_save = control.should_training_stop = True

@@ -168,8 +168,8 @@ def _url(path: object) -> str | None:
     fsspec finds.
     """
     text = str(path)
-    # A text with "://" is a URL of any scheme: `StoreSpec` refuses one that it does not know. Of
-    # "s3://bucket/run", a `pathlib.Path` has made "s3:/bucket/run", which `url_in` undoes.
+    # A text with "://" is a URL, as it is for Lightning; `StoreSpec` refuses an unknown scheme. A
+    # `pathlib.Path` has made "s3:/bucket/run" of "s3://bucket/run"; `url_in` undoes that.
     url = text if "://" in text else url_in(text, SCHEMES)
     if url is None:
         return None
@@ -240,7 +240,7 @@ class _ObjectStore:
             run_url: the URL of the run. Default: not known.
         """
         self._finish_deletions()  # one may be of an earlier checkpoint at this URL
-        if not current_rank():
+        if not current_rank():  # rank 0, or the only process
             parts = {**parts, META_KEY: _Meta(meta, trust_pickle=True)}
         options: Any = {**self._transfer, "overwrite": True, "user_metadata": user_metadata}
         if self.background:

@@ -215,6 +215,7 @@ def _rmtree(spec: StoreSpec, _path: Any = None) -> None:
     retainer = _retainer(run)
     if step_number(name) == retainer.resumed is not None:
         raise InputError("this job resumed from this step, so it is kept", url=spec.url)
+    # 0: torchtitan claims no run, so this deletes no step of a job that has.
     with contextlib.suppress(CheckpointNotFoundError):
         retainer.deletions.delete(spec, 0, allow_newest=False)
     retainer.sweep()

@@ -96,7 +96,8 @@ class NamedOptimizer:
             {**group, "params": [first_names[number] for number in group["params"]]}
             for group in self._packed["param_groups"]
         ]
-        # A key that is not a parameter's number stands for something else, such as a counter.
+        # The state of a parameter that is not saved, or that has no entries, is left out. A key
+        # that is not a parameter's number stands for something else, such as a counter.
         state = {
             first_names.get(key, key): value
             for key, value in self._packed["state"].items()
@@ -147,7 +148,7 @@ class NamedOptimizer:
             number for name, number in self._number_of.items() if record.names(name, self._owner)
         }
         stated = {path[1] for path in asked.paths.values() if len(path) > 2 and path[0] == "state"}
-        if not stated.isdisjoint(self._number_of):  # else no parameter has state
+        if not stated.isdisjoint(self._number_of):  # else none has saved state
             self.lacking = [
                 names[0]
                 for tensor, names, _ in map(self._parameters.__getitem__, sorted(self._known))
@@ -186,7 +187,8 @@ class NamedOptimizer:
             names = self._parameters[self._number_of[own]].names
             return (kind, names[0], *below(path, len(f"{kind}.{own}.")))
         # The entry is not of an own parameter. It is of another rank's or of one that is gone, if a
-        # module of the checkpoint has such a name; else it is of no parameter, as a counter is.
+        # module of the checkpoint has a parameter of such a name, shorter than the entry's; else it
+        # is of no parameter, as a counter is.
         is_gone = any(is_parameter(name) for name in prefixes(tail) if name != tail)
         return None if is_gone else (kind, *below(path, len(f"{kind}.")))
 
@@ -222,9 +224,11 @@ class NamedOptimizer:
         before, by_name, by_number = self._packed["state"], loaded.pop("state", {}), {}
         for number, (_, names, _) in self._parameters.items():
             if names[0] in by_name:
+                # In containers of the same types as the state before the load.
                 by_number[number] = alike(before.get(number, {}), by_name.pop(names[0]))
             elif number in before and number not in self._known:
-                # A parameter that the checkpoint does not have keeps its state.
+                # A parameter that the checkpoint does not have keeps its state. (One that was saved
+                # without state loses it.)
                 by_number[number] = before[number]
         if not self._strict:  # what belongs to no parameter, such as a counter, stays, too
             by_number |= {key: item for key, item in before.items() if key not in self._parameters}
@@ -245,8 +249,10 @@ class NamedOptimizer:
         """Return the optimizer's groups with the settings that were saved for their parameters.
 
         Args:
-            of_ranks: the groups of each set of parameters, in a tuple.
-            settings: the numbered groups; in torch's flattened form, the settings by parameters.
+            of_ranks: the loaded `groups`: for each set of parameters, a tuple with its list of
+                groups.
+            settings: the loaded `param_groups`: a list of groups; in torch's flattened form, a dict
+                of each parameter's settings.
         """
         by_name = settings if isinstance(settings, dict) else {}
         saved = [group for (groups,) in of_ranks.values() for group in groups]

@@ -317,6 +317,7 @@ class ConvertedState:
                 if asked.saved:
                     asked.ask_for_all()
                     leaf.asked, wanted = asked, asked.wanted
+            # Otherwise nothing was saved there, or the state itself decides what to load into.
             if wanted is not None:
                 container = _at(state_dict, leaf.path[:-1])
                 container[leaf.path[-1] if isinstance(container, list) else place[-1]] = wanted
@@ -374,15 +375,15 @@ class ConvertedState:
             options = StateDictOptions(strict=leaf.value is leaf.module)
             if loaded:  # torch refuses an empty one
                 set_model_state_dict(leaf.module, loaded, options=options)
-        elif is_stateful(leaf.value):  # or an optimizer whose state dict has another form
+        elif is_stateful(leaf.value):  # or an optimizer that has no names
             with torch.inference_mode(mode=False):  # for the reason above
                 leaf.value.load_state_dict(loaded)
-        elif isinstance(leaf.value, list) and isinstance(loaded, list):  # also of another length
+        elif isinstance(leaf.value, list) and isinstance(loaded, list):  # maybe of another length
             leaf.value[:] = loaded
-        elif isinstance(leaf.value, dict):  # `alike` has made another dict
+        elif isinstance(leaf.value, dict):  # an optimizer's state dict; `alike` made a new one
             leaf.value.clear()
             leaf.value.update(loaded)
-        elif loaded is not leaf.value:
+        elif loaded is not leaf.value:  # a plain value: it stands in one of the user's containers
             _at(self._state, leaf.path[:-1], by_str=False)[leaf.path[-1]] = loaded
 
 

@@ -122,6 +122,7 @@ def raw_payload(tensor: torch.Tensor) -> torch.Tensor | None:
     if tensor.requires_grad or type(tensor) is not torch.Tensor:
         check_kind(tensor)
         tensor = torch_private.waited(tensor)
+        # (A wrapper is not detached: it is left to `torch.save` below.)
         tensor = tensor if is_wrapper(tensor) else tensor.detach()
     check_layout(tensor.layout)
     if tensor.is_meta:
