@@ -102,6 +102,7 @@ class Crew:
         self.launcher, env = _allocation()
         self.device = device
         self.ranks = int(env["WORLD_SIZE"]) if self.launcher else ranks or DEFAULT_RANKS
+        # Under a launcher, --ranks may only repeat the number of ranks that it has started.
         if ranks not in {None, self.ranks} or self.ranks < 2:
             raise InputError(
                 f"{self.launcher} has started {self.ranks} ranks: the demo needs 2, and takes all"

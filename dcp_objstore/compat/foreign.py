@@ -430,6 +430,7 @@ class _Converter:
         items = _dict(state.get("state_dict_metadata"), "state_dict_metadata")
         self.spend(len(items))
         return Metadata(
+            # For a key that is no string, `text` raises before `item` is called.
             state_dict_metadata={
                 self.text(key, "a key"): self.item(str(key), item) for key, item in items.items()
             },

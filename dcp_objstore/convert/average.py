@@ -146,6 +146,7 @@ def average(
         DcpObjstoreError: any other error of `save`, or of reading an input.
     """
 
+    # A list, because an iterator could be used only once; None (all keys) stays None.
     wanted = [keys] if isinstance(keys, str) else keys and list(keys)
 
     def check() -> tuple[list[StoreSpec], list[float], ObjectStoreWriter]:

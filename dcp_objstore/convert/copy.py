@@ -256,8 +256,8 @@ class _Copy:
         through this process.
         """
         channel, objects, config = save.channel, self._index.objects, self._config
-        copied = self._of_earlier_copies(save)
-        unsent = [number for number in range(len(objects)) if number not in copied]
+        arrived = self._of_earlier_copies(save)
+        unsent = [number for number in range(len(objects)) if number not in arrived]
         self.sent_bytes = sum(objects[number].size_bytes for number in unsent)
         channel.emit(
             Planned,
@@ -271,16 +271,16 @@ class _Copy:
             ),
         )
         if self._on_store:
-            copied |= self._copy_on_store(save, unsent)
-            unsent = [number for number in unsent if number not in copied]
+            arrived |= self._copy_on_store(save, unsent)
+            unsent = [number for number in unsent if number not in arrived]
         progress = Progress(config.stall_timeout_seconds, channel)
         if unsent:
-            copied |= run_watched(
+            arrived |= run_watched(
                 lambda: self._send_all(save, unsent, progress),
                 f"copy of {self._source.url}",
                 progress,
             )
-        in_order = [copied[number] for number in range(len(objects))]
+        in_order = [arrived[number] for number in range(len(objects))]
         storage = ix.StorageInfo(save.spec.url, save.nonce, self._index.storage.modules)
         entries = tuple(stored_object.entry for stored_object in in_order)
         return replace(self._index, objects=entries, storage=storage), in_order

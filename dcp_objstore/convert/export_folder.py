@@ -168,6 +168,7 @@ class FolderWriter:
                 with suppress(OSError):  # other ranks have files in it, or have removed it
                     folder.rmdir()
             raise
+        # From here on the export counts: if the clean-up fails, nothing is undone.
         on_first(self._clean_up, url, group)
         return sizes
 
@@ -208,7 +209,7 @@ class FolderWriter:
         earlier = self._present()
         if earlier and not overwrite:
             text = f"{min(earlier)} exists there already; overwrite=True replaces or removes it"
-            if [*earlier] == [self._claim_name]:
+            if [*earlier] == [self._claim_name]:  # the claim alone, and none of its files yet
                 text = (
                     f"another export is under way there, or has died ({min(earlier)} is there);"
                     " overwrite=True goes on all the same"
@@ -339,6 +340,7 @@ class FolderWriter:
                 again calls this method once more, which first stops the reads of the earlier try.
         """
         reading.close()
+        # The tensors of `source` have the dtypes that were saved, `tensors` those that are written.
         source, tensors = self._plan.source, self._plan.tensors
         slabs = chain.from_iterable(cut(key, *source.tensors[key]) for key in file.keys)
         pieces = read_ahead(slabs, source.read)

@@ -421,6 +421,7 @@ def _read(
         number = input_of(request)
         return explained(inputs[number].stored, stores[number], request, error)
 
+    # The number of windows that are planned together.
     stretch = max(1, _PLANNED_BYTES // (len(inputs) * SUM_BYTES))
     for first in range(0, len(windows), stretch):
         requests: list[RangeRequest[Block]] = []
