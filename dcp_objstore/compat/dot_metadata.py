@@ -91,10 +91,11 @@ def encode_metadata(index: ix.Index) -> bytes:
     descriptions: list[bytes] = []
     heads: dict[object, bytes] = {}  # many tensors have the same shape and properties
     for key, tensor in index.tensors.items():
-        all_but_key_and_chunks = msgspec.structs.astuple(tensor)[1:-1]
-        if all_but_key_and_chunks not in heads:
-            heads[all_but_key_and_chunks] = _head(tensor)
-        head = heads[all_but_key_and_chunks]
+        # All fields but the key and `is_sharded`, which the head does not have.
+        of_head = msgspec.structs.astuple(tensor)[1:-1]
+        if of_head not in heads:
+            heads[of_head] = _head(tensor)
+        head = heads[of_head]
         descriptions += (_pushed_as(key, number_of[key]), head, chunks[key], _TAIL)
     value = _from_memo(_BYTES) + pickle.EMPTY_TUPLE + pickle.NEWOBJ
     descriptions += (_pushed_as(key, number_of[key]) + value for key in index.blobs)

@@ -175,7 +175,7 @@ def _groups(tensors: Mapping[str, TensorInfo], most_bytes: int) -> list[list[str
     for key, info in tensors.items():
         size_bytes = tensor_bytes(info)
         filled_bytes += size_bytes
-        # An empty shard takes any tensor: one that is larger than `most_bytes` is alone in its shard.
+        # An empty shard takes any tensor, so a tensor above `most_bytes` is alone in its shard.
         if groups[-1] and filled_bytes > most_bytes:
             groups.append([])
             filled_bytes = size_bytes
