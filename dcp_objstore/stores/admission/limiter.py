@@ -72,14 +72,15 @@ class Limiter:
     ) -> None:
         self._clock = clock
         self._sleep = sleep
-        # Re-entrant, because places are given back by weak references.
+        # Re-entrant, because the callback of a weak reference, which may run in a thread that holds
+        # the lock, gives places back.
         self._changed = threading.Condition(threading.RLock())
         self.window = Window()
         self.in_flight = 0
-        self._given_back_at = -math.inf
-        self._next_turn_at = 0.0
+        self._given_back_at = -math.inf  # when a request last gave its place back
+        self._next_turn_at = 0.0  # when the rate lets the next request begin
         self._success_times: deque[float] = deque()
-        self._budget = RETRY_BUDGET
+        self._budget = RETRY_BUDGET  # the retries that are left
 
     def note_latency(self, seconds: float) -> None:
         """Record that a small request was answered in so many seconds."""
@@ -87,8 +88,9 @@ class Limiter:
             self.window = self.window.after_small_answer(seconds)
 
     def note_throttling(self, begun_at: float) -> None:
-        """Record that the store put off a request that was begun at `begun_at`."""
+        """Record that the store throttled a request that was begun at `begun_at`."""
         with self._changed:
+            # Without successes the span is infinite, so that their rate is 0.
             now, times = self._clock(), self._recent_success_times()
             span_seconds = max(now - times[0], _LEAST_SPAN_SECONDS) if times else math.inf
             self.window = self.window.after_throttling(
@@ -140,6 +142,7 @@ class Limiter:
             if not self.window.is_throttled:
                 return 0.0  # there is no rate, so there are no turns
             now = self._clock()
+            # A request may begin up to `_BURST_SECONDS` before its turn.
             if self._next_turn_at - now > _BURST_SECONDS:
                 return self._next_turn_at - now
             self._next_turn_at = max(self._next_turn_at, now) + 1 / self.window.rate(now)
@@ -157,17 +160,17 @@ class Limiter:
             while slot.in_flight and self.in_flight + 1 > slot.bound:
                 idle_seconds = self._clock() - max(wait_began_at, self._given_back_at)
                 if idle_seconds >= slot.timeout_seconds:
-                    break  # a store that answers nothing for so long holds its places for ever
+                    break  # no place was given back for a whole time-out: perhaps none ever is
                 if not wait:
                     return False
                 check()
-                slot.judge_ages()  # where nothing is answered, nothing else would judge them
+                slot.judge_ages()  # while nothing is answered, nothing else judges the requests
                 self._changed.wait(STEP_SECONDS)
             self.in_flight += 1
             self.window = self.window.after_begin(self._clock(), self.in_flight)
         try:
             self.wait_turn(check)
-        except BaseException:
+        except BaseException:  # what `check` raises, or Ctrl-C
             self._give_back(1)
             raise
         return True
@@ -214,13 +217,14 @@ class AdmissionSlot:
         self._judges_slowness = judges_slowness
         # The requests in flight, each with the number in flight when it was begun.
         self._begun: dict[Hashable, _Counted] = {}
-        # Those that are over and not yet ended, each with the number in flight when it was over.
+        # The requests between `release` and `end`, each with the number in flight at `release`.
         self._released: dict[Hashable, _Counted] = {}
-        self._slow: set[Hashable] = set()  # those in flight that are judged slow already
-        # Of the requests lately the seconds that each took, and its share (see `_share`).
+        self._slow: set[Hashable] = set()  # the requests in flight that are judged slow already
+        # The seconds that each of the latest requests took, and its share (see `_share`).
         self._seconds: deque[float] = deque(maxlen=2 * _SLOW_AMONG)
         self._shares: deque[float] = deque(maxlen=2 * _SLOW_AMONG)
-        self._verdicts: deque[bool] = deque(maxlen=_SLOW_AMONG)  # whether each was slow
+        # Whether each of the latest requests was slow.
+        self._verdicts: deque[bool] = deque(maxlen=_SLOW_AMONG)
         self._closed = False
 
     @property
@@ -246,10 +250,14 @@ class AdmissionSlot:
 
     @property
     def bound(self) -> float:
-        """The number that all transfers may have in flight before this one has to wait."""
+        """The most requests of all transfers that may be in flight once this one sends another.
+
+        It is infinite where the window does not count for this transfer.
+        """
         window = self._limiter.window
         allowed = self._allowed
-        # At a near store each transfer keeps to the number itself: waiting here takes more time.
+        # At a near store whose window is whole, to wait here would cost more time than it saves;
+        # each transfer keeps to its `concurrency` by itself.
         is_wide_and_near = window.is_near and allowed >= window.most
         if not window.is_throttled and (self._fixed is not None or is_wide_and_near):
             return math.inf
@@ -262,8 +270,8 @@ class AdmissionSlot:
 
         Args:
             request: what identifies the request.
-            check: a function that is called while waiting, and may raise.
-            wait: whether to wait for a place in the window.
+            check: a function that is called while this waits, and may raise.
+            wait: whether to wait for a place in the window. The turn is waited for in any case.
 
         Returns:
             Whether it has begun. False only without `wait`, if there is no place.
@@ -275,7 +283,7 @@ class AdmissionSlot:
         if not limiter._take_place(self, check, wait=wait):
             return False
         with limiter._changed:
-            if self._closed:  # by another thread, while this one waited
+            if self._closed:  # by another thread, while this one waited: the request has no place
                 limiter._give_back(1)
             else:
                 self._begun[request] = _Counted(limiter._clock(), limiter.in_flight)
@@ -293,11 +301,14 @@ class AdmissionSlot:
             limiter.window = limiter.window.after_bytes(now, size_bytes, in_flight, self._verb)
 
     def release(self, request: Hashable) -> None:
-        """Give back the place of a request that is over. `end` says later how it ended."""
+        """Give back the place of a request that is over, and judge how long it took.
+
+        `end` says later whether it was answered.
+        """
         limiter = self._limiter
         with limiter._changed:
             begun = self._begun.pop(request, None)
-            if begun is None:
+            if begun is None:  # it was released before, or never began
                 return
             seconds = limiter._clock() - begun.begun_at
             if request in self._slow:
@@ -319,9 +330,9 @@ class AdmissionSlot:
         """
         limiter = self._limiter
         with limiter._changed:
-            self.release(request)
+            self.release(request)  # does nothing if the caller did so before
             released = self._released.pop(request, None)
-            if released is None or not answered:
+            if released is None or not answered:  # only answers count for the window
                 return
             limiter.note_success()
             limiter.window = limiter.window.after_answer(
@@ -358,14 +369,16 @@ class AdmissionSlot:
             seconds: the time that it has taken.
             first_in_flight: the number in flight when it began.
         """
-        # The second condition is a shortcut: such a request is never slow by what is below.
+        # `_SLOW_SECONDS` here is a shortcut, because `longest` below is never less. Of fewer than
+        # `_FEW` requests it is not known how long they usually take.
         if not self._judges_slowness or seconds < _SLOW_SECONDS or len(self._seconds) < _FEW:
             return False
+        # What a fifth of the latest requests do not exceed is usual.
         fifth = (len(self._seconds) - 1) // 5
         usual_seconds, usual_share = sorted(self._seconds)[fifth], sorted(self._shares)[fifth]
         longest = max(_SLOW_FACTOR * usual_seconds, usual_seconds + _SLOW_SECONDS)
-        # Where the line is full, a larger window alone makes each request take longer, but not
-        # its share.
+        # Where the line is full, each request takes longer in a larger window, but its share, which
+        # is its time divided by the requests in flight, stays the same.
         is_above_share = self._share(seconds, first_in_flight) > _SLOW_FACTOR * usual_share
         return seconds > longest and is_above_share
 
@@ -391,7 +404,8 @@ def limiter_at(endpoint_url: str | None, scheme: str, bucket: str) -> Limiter:
     key = endpoint_url, scheme, bucket
     limiter = _limiters.here.get(key)
     if limiter is None:
-        limiter = _limiters.here.setdefault(key, Limiter())  # another thread may ask for it, too
+        # By `setdefault`, because another thread may have made it meanwhile.
+        limiter = _limiters.here.setdefault(key, Limiter())
         if scheme in _ON_THIS_MACHINE:
             limiter.note_latency(0.0)  # these stores are near, and nothing measures it
     return limiter

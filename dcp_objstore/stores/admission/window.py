@@ -142,6 +142,7 @@ class Window(msgspec.Struct, frozen=True):
         """
         most: float = self.most
         if request_bytes:
+            # The bytes in flight are those that the line moves in a quarter of the time-out.
             known = self.bytes_per_second.get(verb, 0.0)
             line_bytes = _SLOW * timeout_seconds * max(known, _ASSUMED_BYTES_PER_SECOND)
             most = min(most, min(line_bytes, _MOST_BYTES) / request_bytes)
@@ -167,13 +168,14 @@ class Window(msgspec.Struct, frozen=True):
         return replace(self, trying=None, round=_Round(now, now))
 
     def after_bytes(self, now: float, size_bytes: int, in_flight: int, verb: str = "") -> Window:
-        """Return the window after bytes were moved.
+        """Return the window after bytes were moved. They count for the round, and may end it.
 
         Args:
             now: the time.
             size_bytes: the size of a part, or of a piece of a range.
             in_flight: the number of requests in flight, that of these bytes included.
-            verb: the verb of `ObjectStore`. A round of several counts as one of the last.
+            verb: the verb of `ObjectStore`. If a round has bytes of several verbs, all count for
+                the last one.
         """
         last = self.round
         grown = _Round(
@@ -188,14 +190,15 @@ class Window(msgspec.Struct, frozen=True):
         # One round is enough for a first measurement, and for the answers to requests that were
         # sent before the window became larger.
         is_one_enough = not known or (self.trying and not self.trying.is_measured)
-        # Requests may be so large that fewer are allowed.
+        # Fewer than `size` are in flight if they are so large that `allowed` gives less.
         needed_answers = min(self.size, grown.in_flight) * (1 if is_one_enough else _ROUNDS)
         is_small = not known and grown.size_bytes < _LEAST_ROUND_BYTES
         if grown.answers < needed_answers or seconds < _LEAST_ROUND_SECONDS or is_small:
-            return replace(self, round=grown)
+            return replace(self, round=grown)  # the round goes on
         measured = grown.size_bytes / seconds
         lines = {**self.bytes_per_second, verb: max(measured, known)}
         after = replace(self, round=_Round(now, now), bytes_per_second=lines)
+        # A throttled window grows by answers alone, and one that was not used is not compared.
         if self.is_throttled or grown.in_flight < _USED * self.allowed():
             return after
         return after._after_round(measured)
@@ -212,6 +215,7 @@ class Window(msgspec.Struct, frozen=True):
             timeout_seconds: its time-out.
         """
         window = self
+        # The rate ends a minute after the last cut.
         if now - self.cut_at > OPEN_AFTER_SECONDS:
             window = replace(self, cut_rate=math.inf)
         seconds = now - begun_at
@@ -222,21 +226,23 @@ class Window(msgspec.Struct, frozen=True):
             busy = max(in_flight, self.round.in_flight)
             size = min(self.allowed(), busy) * _SLOW * timeout_seconds / seconds
             return replace(window, size=max(LEAST_WINDOW, size), trying=None, cut_at=now)
-        # Where nothing is throttled, `_after_round` tries windows above the near one's.
+        # A window of answers adds one request. Where nothing is throttled, answers add requests only
+        # up to a near store's window; `_after_round` tries larger ones.
         most = window.most if window.is_throttled else _NEAR_MOST
         return replace(window, size=max(window.size, min(window.size + 1 / window.size, most)))
 
     def after_throttling(
         self, now: float, begun_at: float, in_flight: int, done_per_second: float
     ) -> Window:
-        """Return the window after the store put off a request.
+        """Return the window after the store throttled a request (429 or 503), or was slow.
 
         Args:
             now: the time.
             begun_at: the time at which it was sent. A request from before the last cut says nothing
                 new.
             in_flight: the number of requests in flight, itself included.
-            done_per_second: the successes per second lately. If it is 0, those in flight count.
+            done_per_second: the successes per second lately. If it is 0, the number in flight
+                counts in its place.
         """
         if begun_at < self.cut_at:
             return self
@@ -257,8 +263,9 @@ class Window(msgspec.Struct, frozen=True):
             # This round was of requests of the smaller window; the next one is of this one.
             return replace(self, trying=replace(tried, is_measured=True))
         if tried is not None and bytes_per_second < _WORTHWHILE * tried.bytes_per_second:
-            return replace(self, size=tried.size_before, trying=None)
+            return replace(self, size=tried.size_before, trying=None)  # it gained nothing
+        # There was no trial, or the larger window moves more: try one that is larger still.
         size = min(_GAIN * self.size, self.most)
-        if size <= self.size:
+        if size <= self.size:  # it is as large as it may be already
             return replace(self, trying=None)
         return replace(self, size=size, trying=_Try(self.size, bytes_per_second))

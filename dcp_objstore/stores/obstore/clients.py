@@ -75,10 +75,12 @@ class Clients(Requests):
         super().__init__(config, judge_obstore, factory.endpoint_url, url)
         self._factory = factory
         self.ordered, self.copier = factory.ordered, factory.copier
+        # Without an endpoint the server is the provider's own, which speaks TLS.
         self.is_secure = not (factory.endpoint_url or "").startswith("http:")
         self._credentials = credentials
         self._trust = trust
         self._renewal_count = 0
+        # No request was sent yet, so no answer has shown that this is a store.
         self.proven = self.has_put = False
         self._config = config
         self.lane = self._new_lane()
@@ -98,16 +100,21 @@ class Clients(Requests):
             return self._clients_by_use[use]
 
     def _open(self, use: Use) -> Any:
-        """Make a client of obstore with the time-outs and retries of a use."""
+        """Make a client of obstore with the time-outs and retries of a use.
+
+        `timeout` bounds a whole request, `read_timeout` the wait for the next bytes of an answer.
+        """
         config, small_seconds = self._config, self.small_timeout_seconds
         is_small = use in ("small", "list")
         seconds = {"timeout": small_seconds if is_small else config.request_timeout_seconds}
         seconds["connect_timeout"] = min(config.connect_timeout_seconds, seconds["timeout"])
+        # Only reads have a `read_timeout`: see `READ_PROGRESS_SECONDS`.
         if use in ("read", "list"):
             seconds["read_timeout"] = min(READ_PROGRESS_SECONDS, seconds["timeout"], small_seconds)
         elif use == "range":
             seconds["read_timeout"] = min(READ_PROGRESS_SECONDS, seconds["timeout"])
         retries = {
+            # `run` sends every request again but the parts of a stream.
             "max_retries": config.max_retries if use == "stream" else 0,
             "retry_timeout": timedelta(seconds=self._policy.patience_seconds),
             "backoff": dict(_BACKOFF),
@@ -119,7 +126,11 @@ class Clients(Requests):
     def with_fresh_credentials(self, request: Callable[[], T]) -> T:
         """Call `request`; once more with fresh credentials where those were refused as expired.
 
-        It must `get` its client each time. A request that was refused had no effect.
+        A request that was refused had no effect, so it may be sent again.
+
+        Args:
+            request: a function that sends the request. It must `get` its client each time that it
+                is called, because a client keeps its credentials.
 
         Raises:
             CredentialsError: they have expired, and there are no others; says what to do.
@@ -131,10 +142,11 @@ class Clients(Requests):
             if not self.were_refused(error):
                 raise
             refusal = error
-        self.renew(refusal, renewals_before)
+        self.renew(refusal, renewals_before)  # raises `CredentialsError` if there are no others
         try:
             return request()
         except Exception as error:
+            # Any other error is the store's own to explain, also that it does not know the new key.
             if refusal_of(error) not in ("expired", "token"):
                 raise
             raise self._refused_error(
@@ -142,12 +154,16 @@ class Clients(Requests):
             ) from error
 
     def were_refused(self, error: BaseException) -> bool:
-        """Whether a request failed because of credentials in whose place others may do."""
+        """Whether the store refused the credentials of a request, and others may be accepted.
+
+        If there are no others, `renew` raises the error that says so.
+        """
         credentials = self._credentials
         if credentials is None or credentials.anonymous:
             return False
         why = refusal_of(error)
-        is_given_once = credentials.renew is None  # then an unknown key is wrong, not too old
+        # If credentials are given once and never renewed, an unknown key is wrong, not too old.
+        is_given_once = credentials.renew is None
         return why is not None and not (why == "unknown key" and is_given_once)
 
     def renew(self, error: Exception, renewals_before: int | None = None) -> None:
@@ -166,15 +182,21 @@ class Clients(Requests):
             raise self._refused_error(error, "they cannot be refreshed from here") from error
         with self._lock:
             if renewals_before not in (None, self._renewal_count):
-                return
+                return  # another thread has renewed them since the request was made
             credentials.renew()
             self._renewal_count += 1
-            self._clients_by_use.clear()  # obstore keeps credentials per client
-            self.lane = self._new_lane()
+            self._clients_by_use.clear()  # a client of obstore keeps its credentials
+            self.lane = self._new_lane()  # the old lane keeps requests that are signed with them
 
     def _refused_error(self, error: Exception, why: str) -> CredentialsError:
-        """Return the error that the store refused the credentials and there are no others."""
+        """Return the error that the store refused the credentials and there are no others.
+
+        Args:
+            error: the refusal.
+            why: the reason why no others will do, in words.
+        """
         credentials = self._credentials or Credentials("unknown")
+        # Only this code says for certain that they were valid once.
         have_expired = refusal_of(error) == "expired"
         accepts = "no longer accepts" if have_expired else "does not, or no longer, accept"
         return CredentialsError(
@@ -191,17 +213,22 @@ class Clients(Requests):
             )
         except Exception as error:
             _, code = http_code(error)
-            if code is not None:  # only a store answers with an error code
-                self.proven = True
+            if code is not None:
+                self.proven = True  # only a store answers with an error code
             raise
 
     def ask(self, key: str, purpose: str, make: Callable[[], Request]) -> tuple[Message, bytes]:
-        """Send a request that obstore has no call for; return the answer's headers and body.
+        """Send a request of a copy, which obstore has no call for.
+
+        It is tried again and gets fresh credentials as by `run`.
 
         Args:
             key: the key in the bucket.
             purpose: the purpose of the request, in words.
             make: a function that makes the request, each time that it is sent.
+
+        Returns:
+            The answer's headers and body.
         """
 
         def send() -> tuple[Message, bytes]:
@@ -217,11 +244,12 @@ class Clients(Requests):
                 reason = getattr(error.__cause__, "reason", None)
                 if isinstance(reason, ssl.SSLCertVerificationError):
                     raise ConfigError(f"the TLS certificate is not valid here: {reason}") from error
-                # The loop takes a `DcpObjstoreError` for an answer.
+                # `Tries.run` sends nothing again after a `DcpObjstoreError`, but after this one.
                 raise ConnectionError(error.message) from error
-            except ValueError:  # http.client's; its text may show them
+            except ValueError:
+                # `http.client` refuses a header; the error's text may show the credentials in it.
                 raise CredentialsError("the credentials cannot be sent in a header") from None
-            if status >= http.client.MULTIPLE_CHOICES:
+            if status >= http.client.MULTIPLE_CHOICES:  # a redirect, which is not followed, too
                 raise RefusedError(purpose, status, headers["x-ms-error-code"])
             return headers, body
 
@@ -239,4 +267,5 @@ class Clients(Requests):
         if sign is None:
             return None
         seconds = min(READ_PROGRESS_SECONDS, self._config.request_timeout_seconds)
+        # A client of obstore may sign the request; `get` makes another client after `renew`.
         return DirectLane(lambda path: sign(self.get("range"), path), seconds, self._trust)

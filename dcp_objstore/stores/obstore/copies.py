@@ -58,16 +58,19 @@ def copy_object(
     moved: Callable[[int], None],
     remove: Callable[[], None],
 ) -> None:
-    """Have the store copy an object, in the state in which its HEAD shows the ETag asked for.
+    """Have the store copy an object, if its HEAD has the ETag of the source's version.
+
+    The copy is made on the condition that the object stays in the state that the HEAD shows.
 
     Args:
-        copier: what knows the provider, or None.
+        copier: the provider's way to make copies; None if there is none.
         send: a function that sends a request: `Clients.ask`.
         sources: a single source, which is a whole object.
         target: the URL of the new object.
         moved: a function that is called with the size of what was copied, as in
             `ObjectStore.copy`.
-        remove: a function that removes the new object, if the copy is stopped when it is there.
+        remove: a function that removes the new object. It is called if an error or Ctrl-C ends the
+            copy once something is under the new key.
 
     Raises:
         As `ObjectStore.copy`.
@@ -92,6 +95,7 @@ def copy_object(
         raise CorruptDataError(f"{source.url} has only {size_bytes} bytes")
     if others or (source.start, source.end) != (0, size_bytes):
         raise UnsupportedError("this store copies whole objects, one into one")
+    # `is_there`: whether something is under the new key. `tries`: how long to wait for progress.
     reported_bytes, is_there, tries = 0, False, Tries(_PENDING)
     try:
         with closing(copier.steps(copier, ask, origin, target, head)) as steps:

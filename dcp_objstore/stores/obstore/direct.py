@@ -117,10 +117,10 @@ class DirectLane:
         self._tls: ssl.SSLContext | None = None
         # The sessions by origin. A session that is resumed saves most of the next handshake.
         self._sessions: dict[str, ssl.SSLSession | None] = {}
-        self._signed: dict[str, SignedGet] = {}
+        self._signed: dict[str, SignedGet] = {}  # by the object's key in the bucket
         self._idle: list[_IdleConnection] = []
         self._lock = threading.Lock()
-        self._failures = 0
+        self._failures = 0  # since the last success
         self.answered = False
 
     @property
@@ -129,10 +129,11 @@ class DirectLane:
         return self._failures < _MOST_FAILURES
 
     def ask(self, path: str, start: int, end: int) -> DirectAnswer | None:
-        """Send the request for bytes `[start, end)`. The answer comes into the socket's buffer.
+        """Send the request for bytes `[start, end)`, and return before its answer has come.
 
         Returns:
-            The answer, to be read or closed; None if the transport does as well.
+            The answer, to be read or closed. None if obstore is to be asked at once: the range is
+            small, or the lane has failed too often.
 
         Raises:
             LaneError: it could not be sent.
@@ -147,7 +148,7 @@ class DirectLane:
             except BaseException:
                 connection.close()
                 raise
-        # Whatever goes wrong here, signing included: the transport is asked next and reports it.
+        # Whatever goes wrong here, signing included: obstore is asked next, and reports it.
         except Exception as error:
             self.failed(path)
             raise LaneError(type(error).__name__) from error
@@ -163,7 +164,7 @@ class DirectLane:
         """Keep a connection whose answer was read to its end."""
         self._failures = 0
         sock = connection.sock
-        if sock is not None:  # http.client closes one whose answer says so
+        if sock is not None:  # else `http.client` has closed it, as the answer's headers demand
             with self._lock:
                 if isinstance(sock, TlsSocket):
                     self._sessions[origin] = sock.session
@@ -176,7 +177,7 @@ class DirectLane:
             known = self._signed.get(path)
         if known is not None and now < known.until:
             return known
-        signed = self._sign(path)
+        signed = self._sign(path)  # not under the lock: it may have to ask for a token
         signed = replace(signed, until=min(signed.until, now + _USED_FOR_SECONDS))
         with self._lock:
             self._signed.pop(path, None)
@@ -214,8 +215,8 @@ class DirectLane:
         port = parts.port or (http.client.HTTPS_PORT if is_secure else http.client.HTTP_PORT)
         connection = _Connection(host, port, timeout=self._timeout_seconds)
         connection.connect()
-        # One call of the kernel waits for a whole body. With its own time-out, Python polls
-        # and receives piece by piece. The kernel takes seconds and microseconds.
+        # So that one call of the kernel waits for a whole body, the kernel keeps the time-out, in
+        # seconds and microseconds. If Python kept it, it would poll and receive piece by piece.
         timeout = struct.pack("ll", *divmod(round(self._timeout_seconds * 1_000_000), 1_000_000))
         connection.sock = _Socket(fileno=connection.sock.detach())
         connection.sock.settimeout(None)
@@ -264,10 +265,11 @@ class DirectAnswer(Answer):
         self._path = path
         self._signed = signed
         self._start, self._end = start, end
-        self._is_new = is_new
+        self._is_new = is_new  # whether no other request was sent over the connection before
         self._sent_at = time.monotonic()
-        self._left_bytes = end - start
-        self._answer: http.client.HTTPResponse | None = None
+        self._left_bytes = end - start  # the bytes of the body that were not read yet
+        self._answer: http.client.HTTPResponse | None = None  # None until its head was read
+        # Kept here, because the connection drops it if the answer says that it will be closed.
         self._socket: socket.socket = connection.sock
         self._cancelled = False
         # The beginning of the body, which http.client received with the head.
@@ -286,14 +288,14 @@ class DirectAnswer(Answer):
             count = self._receive(into)
         except Exception as error:
             if isinstance(error, LaneError) and error.status is not None:
-                raise  # the store asks for patience, of obstore as well
+                raise  # the store is throttling, and would answer obstore in the same way
             if self._cancelled:
                 raise LaneError("cancelled") from error  # no failure of the lane
             self._lane.failed(self._path)
-            # Not its text, which may hold the signature.
+            # The error's text is not logged, because it may hold the signature.
             logger.debug("a range was not read directly: %s", type(error).__name__)
             if isinstance(error, LaneError):
-                raise
+                raise  # the answer was another one than was asked for
             raise LaneError(type(error).__name__, broke_off=True) from error
         self._left_bytes -= count
         return count
@@ -309,15 +311,14 @@ class DirectAnswer(Answer):
 
     def cancel(self, *, at_once: bool) -> bool:
         """End a read that another thread is in; return True."""
-        del at_once
+        del at_once  # a connection can be shut down, so the read ends at once in any case
         self._cancelled = True
-        with suppress(OSError):  # closed by the server
-            # A TLS socket's own method would go on reading, as if there were no TLS.
+        with suppress(OSError):  # the server has closed the connection already
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
         return True
 
     def close(self) -> None:
-        """Keep the connection for the next request; close it if there is more to come over it."""
+        """Keep the connection for the next request; close it if more of this answer is to come."""
         # After the last byte of a body in chunks the server sends an empty chunk, which is unread.
         if self._left_bytes or self._answer is None or self._cancelled or self._answer.chunked:
             self._connection.close()
@@ -332,7 +333,7 @@ class DirectAnswer(Answer):
         except (http.client.RemoteDisconnected, ConnectionError) as error:
             if self._is_new or self._cancelled:
                 raise
-            # Most likely, the server closed it while it was idle.
+            # Most likely, the server closed the connection while it was idle.
             self._connection.close()
             emit_retry(self._path, 2, type(error).__name__, self._sent_at)
             self._connection = self._lane.connect(self._signed.origin)
@@ -341,6 +342,7 @@ class DirectAnswer(Answer):
             answer = self._respond()
         self._lane.answered = True
         _check_answer(answer, self._start, self._end)
+        # A body in chunks is read by `http.client` alone, with the bytes that it has received.
         self._body_ahead = memoryview(b"" if answer.chunked else answer.peek())
         return answer
 
@@ -351,7 +353,10 @@ class DirectAnswer(Answer):
         return self._connection.getresponse()
 
     def _receive(self, into: memoryview) -> int:
-        """Receive some bytes of the body into memory; return how many."""
+        """Receive some bytes of the body to the front of `into`; return how many.
+
+        The bytes that `http.client` received with the head come first, then those of the socket.
+        """
         if self._body_ahead:
             some = self._body_ahead[: len(into)]
             into[: len(some)] = some
@@ -359,10 +364,10 @@ class DirectAnswer(Answer):
             return len(some)
         answer = self._answer
         if answer is not None and answer.chunked:
-            count = answer.readinto(into)
+            count = answer.readinto(into)  # it takes the chunks apart
         else:
             count = self._socket.recv_into(into, 0, socket.MSG_WAITALL)
-        if not count:
+        if not count:  # the server closed the connection before the end of the body
             raise http.client.IncompleteRead(b"", self._left_bytes)
         return count
 
@@ -370,7 +375,7 @@ class DirectAnswer(Answer):
 def _send(connection: _Connection, signed: SignedGet, start: int, end: int) -> None:
     """Send the request for bytes `[start, end)`."""
     parts = urlsplit(signed.url)
-    # The host is part of what was signed.
+    # The `Host` header is signed, too, so it is sent as it stands in the signed URL.
     headers = {
         "Host": parts.netloc,
         "Range": f"bytes={start}-{end - 1}",
@@ -382,12 +387,16 @@ def _send(connection: _Connection, signed: SignedGet, start: int, end: int) -> N
 
 
 def _check_answer(answer: http.client.HTTPResponse, start: int, end: int) -> None:
-    """Raise unless the body is exactly bytes `[start, end)`, as they are (RFC 9110, section 14)."""
+    """Raise `LaneError` unless the body is exactly bytes `[start, end)`, not encoded.
+
+    See RFC 9110, section 14.
+    """
     if answer.status in THROTTLING_STATUSES:
         raise LaneError(f"the store answered with status {answer.status}", status=answer.status)
     content_range = answer.getheader("Content-Range", "")
     is_range = content_range.startswith(f"bytes {start}-{end - 1}/")
     is_encoded = answer.getheader("Content-Encoding", "identity") != "identity"
+    # A body in chunks has no length in its head.
     has_length = answer.chunked or answer.length == end - start
     is_partial = answer.status == http.client.PARTIAL_CONTENT
     if is_encoded or not (is_partial and is_range and has_length):

@@ -202,14 +202,14 @@ class _Message(NamedTuple):
 
 
 def _message(error: BaseException) -> _Message:
-    """Take the text of an error of obstore apart."""
+    """Take the text of an error of obstore apart; see `_Message`."""
     text, _, dump = str(error).partition("\n\nDebug source:")
     dump = " ".join(dump.split())
     status: int | None = None
     code: str | None = None
-    if _REDIRECT in dump:
+    if _REDIRECT in dump:  # obstore tells this status of AWS by the name of its variant alone
         status = http.client.MOVED_PERMANENTLY
-    elif batch := _IN_BATCH.search(text):
+    elif batch := _IN_BATCH.search(text):  # a delete on Azure
         status, code = int(batch["status"]), _CODES_OF_PHRASES.get(batch["phrase"])
     elif answer := _STATUS.search(text):
         xml_code = _CODE.search(text)
@@ -226,11 +226,12 @@ def http_code(error: BaseException) -> tuple[int | None, str | None]:
 def read_obstore(error: Exception) -> ErrorDetails:
     """Read what an obstore call raised, or the direct lane in its place.
 
-    The text keeps the store's answer and drops obstore's debug dump. Errors without a status come
-    from the transport when they are `GenericError`s of a request: the meaning is then why there was
-    no answer.
+    The text keeps the store's answer and drops obstore's debug dump. An error without a status
+    means that no answer came, or none that obstore understands; the meaning is then the reason, if
+    the dump tells it.
     """
     if isinstance(error, LaneError):
+        # A lane's error with a status is the store's throttling, which the status says by itself.
         meaning = errors.LOST if error.status is None else None
         return ErrorDetails(text=str(error), status=error.status, meaning=meaning)
     message = _message(error)
@@ -244,7 +245,7 @@ def read_obstore(error: Exception) -> ErrorDetails:
         timed_out=_TIMED_OUT in message.dump,
     )
     if message.is_of_instance_metadata:
-        # The text of that service would only distract from the remedy.
+        # The text of the metadata service would only distract from the remedy.
         may_pass = message.status is None or message.status >= 500
         details = replace(details, text="", may_pass=may_pass)
     elif message.status is None:
@@ -263,10 +264,11 @@ judge_obstore = partial(errors.judge, read=read_obstore)
 
 
 def refusal_of(error: BaseException) -> Literal["expired", "token", "unknown key"] | None:
-    """Say in what way the store did not accept the credentials; None if it is not that.
+    """Say in what way the store did not accept the credentials; None for any other error.
 
-    GCS and Azure do not tell apart an access token that has expired, was revoked, or is wrong. With
-    an unknown key, credentials are wrong, or gone since.
+    Returns:
+        "expired": they were valid once. "token": an access token has expired, was revoked, or is
+        wrong; GCS and Azure do not say which. "unknown key": the key is wrong, or was removed.
     """
     status, code = http_code(error)
     if code in _EXPIRED_CODES:
@@ -297,7 +299,7 @@ def no_store(error: BaseException) -> DcpObjstoreError | None:
     if request is None or (message.status, message.code) != (http.client.NOT_FOUND, None):
         return None
     if request["method"] not in ("GET", "PUT", "POST") or "uploadId=" in request["url"]:
-        return None  # a part of an upload, or its end
+        return None  # of a part of an upload, or its end: a 404 may mean that the upload is gone
     return errors.NO_BUCKET.error(message.text.strip())
 
 
@@ -305,8 +307,8 @@ def translate_panic(error: BaseException) -> DcpObjstoreError | None:
     """Translate a panic of obstore; None for anything else.
 
     Its class, made by PyO3, cannot be imported and derives from `BaseException`, so that no
-    `except Exception` sees it; it does not pickle either, which would leave other ranks waiting.
-    Nothing was sent, or nothing more will be: to send it again would not help.
+    `except Exception` sees it. A rank that raised it could not send it to the others, which would
+    wait, because it does not pickle either. To send the request again would not help.
     """
     if not errors.is_of(type(error), _PANIC):
         return None
@@ -328,6 +330,7 @@ def parts_are_left(error: BaseException) -> bool:
 def _meaning_in_text(error: Exception, message: _Message) -> Meaning | None:
     """Return what an error means where its text or its class tells; None: status and code do."""
     kind = errors.kind_of_answer(message.status, message.code)
+    # A status of its own says that the store is full, whatever the text is.
     if kind is not StoreFullError and any(words in message.text for words in _WANTS_TLS):
         return errors.WANTS_TLS
     if message.is_of_instance_metadata:
@@ -335,15 +338,19 @@ def _meaning_in_text(error: Exception, message: _Message) -> Meaning | None:
         if not is_aws:  # the same address serves Google's and Azure's machines
             return Meaning(CredentialsError)
         return Meaning(CredentialsError, errors.NO_S3_CREDENTIALS, errors.SET_S3_CREDENTIALS)
+    # An error that names no request is about a setting, or an answer that obstore cannot use.
     meaning = None if message.request else errors.first_sign(_NO_REQUESTS, message.text)
     if meaning is not None or kind is not None:
-        return meaning
+        return meaning  # None if status or code tell the kind
     kinds = (Meaning(kind) for name, kind in _BY_TYPE.items() if errors.is_of(type(error), name))
     return errors.first_sign(_NOT_THE_RANGE, message.dump) or next(kinds, None)
 
 
 def _with_reason_of_silence(details: ErrorDetails, message: _Message) -> ErrorDetails:
-    """Return the details with why a request got no answer, where the dump tells."""
+    """Return the details with the reason why a request got no answer, where the dump tells it.
+
+    The meaning then names the server, and the text begins with the reason.
+    """
     meaning, request = errors.first_sign(_NO_ANSWERS, message.dump), message.request
     if meaning is None or request is None:
         return details
@@ -355,10 +362,13 @@ def _with_reason_of_silence(details: ErrorDetails, message: _Message) -> ErrorDe
 
 
 def _details_of_failed_abort(error: Exception, details: ErrorDetails) -> ErrorDetails:
-    """Return the details of an upload that failed, from those of its abort, which failed too."""
+    """Return the details of an upload that failed, from those of its abort, which failed too.
+
+    obstore raises the error of the abort alone. The answer to the abort says what is left.
+    """
     kind, words, _ = errors.meaning_of(error, details)
     if kind is BucketNotFoundError or words == errors.UPLOAD_LOST.words:
-        return details  # nothing is left
+        return details  # the bucket or the upload is gone, and the parts with it
     if kind is ObjectNotFoundError:  # a 404 without a code: the upload is not there
         return replace(details, meaning=errors.UPLOAD_LOST)
     meaning = Meaning(StoreUnavailableError, _UPLOAD_AND_ABORT_UNANSWERED)

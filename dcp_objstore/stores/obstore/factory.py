@@ -56,7 +56,7 @@ class ClientFactory(NamedTuple):
 
 
 def memory_factory(url: StoreUrl) -> ClientFactory:
-    """The memory store of a name: the same one in the whole process."""
+    """Return the factory for a memory store: the same store for its name in the whole process."""
 
     def make(_timeouts: dict[str, Any], _retry: dict[str, Any]) -> MemoryStore:
         from obstore.store import MemoryStore
@@ -75,7 +75,16 @@ def new_client_of(
     verify: bool | str,
     headers: Mapping[str, str] | None = None,
 ) -> NewClient:
-    """Return what makes a store of obstore, of the configuration that all clients share."""
+    """Return a function that makes clients of one bucket.
+
+    Args:
+        store: the class of obstore, such as `S3Store`.
+        config: the settings of the store that all the clients share.
+        credentials: the credentials, which may add to the settings.
+        endpoint: the server; None for the provider's own.
+        verify: True for the usual TLS certificates, False for any, or the path of others.
+        headers: headers to send with every request.
+    """
     client: dict[str, Any] = {}
     proxies = urllib.request.getproxies()
     if proxies.pop("no", "").strip() == "*" and proxies:
@@ -93,6 +102,7 @@ def new_client_of(
 
     def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> Any:
         return store(
+            # `skip_signature` is always given, because the environment may set it, too.
             config={"skip_signature": False, **config, **credentials.config},
             client_options={**client, **timeouts},
             retry_config=retry,

@@ -58,12 +58,12 @@ class ObstoreSource(RetriedSource):
         in_memory: bool,
         other_source: Callable[[str, Exception], RangeSource],
     ) -> None:
-        # A bound method there would be a reference cycle for each range.
+        # A function of the module: a bound method would be a reference cycle for each range.
         super().__init__(clients, path, partial(_ask_obstore, clients, path, in_memory))
         self._clients = clients
         self._other_source = other_source
         self._path = path
-        self._over_lane = True  # until it fails for this object
+        self._over_lane = True  # until the lane fails for this object
 
     def ask_ahead(self, start: int, end: int) -> Answer | None:
         """Send the request over the direct lane; return None if it cannot carry it."""
@@ -87,12 +87,11 @@ class ObstoreSource(RetriedSource):
     def wait_to_ask_again(self, error: Exception, asked_at: float, *, had_begun: bool) -> None:
         """Wait until the rest may be asked for, or raise.
 
-        What the lane does not give, obstore is asked for. A store that is throttling throttles
-        obstore as well.
+        After any failure of the lane but the store's throttling, the rest is asked of obstore.
         """
         if isinstance(error, LaneError) and error.status is None:
             self._over_lane = False
-            if not error.broke_off:  # the store is well, so there is nothing to wait for
+            if not error.broke_off:  # the store did answer, so there is nothing to wait for
                 emit_retry(self._path, 2, str(error), asked_at)
                 return
         super().wait_to_ask_again(error, asked_at, had_begun=had_begun)
@@ -103,14 +102,16 @@ def _ask_obstore(clients: Clients, path: str, in_memory: bool, start: int, end: 
     import obstore
 
     client = clients.get("range")
-    if in_memory:
+    if in_memory:  # obstore's memory store has no error of its own for a range past the end
         size_bytes = obstore.head(client, path)["size"]
         if size_bytes < end:
             raise CorruptDataError(f"bytes [{start}, {end}) of an object of {size_bytes} bytes")
     try:
         answer = obstore.get(client, path, options={"range": (start, end)})
     except Exception as error:
-        # A server may say 200 where the range is the whole object: it is what was asked for.
+        # A server may answer with status 200, which obstore refuses, if the range is the whole
+        # object. Then the object is asked for without a range; if it has another size, the first
+        # error is raised.
         if start != 0 or not sent_whole(error):
             raise
         answer = obstore.get(client, path)
@@ -131,7 +132,7 @@ def _chunks(answer: Any, start: int, end: int) -> Iterator[Buffer]:
     while received_bytes < end - start and (chunk := next(chunks, None)) is not None:
         received_bytes += len(memoryview(chunk))
         if received_bytes > end - start:
-            break
+            break  # `check_length` raises below
         yield chunk
-        del chunk  # before the next one is gathered
+        del chunk  # so that its memory is free before the next chunk is gathered
     check_length(received_bytes, start, end)

@@ -87,10 +87,10 @@ class ObstoreStore(BaseStore[str]):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Claim everything; `checkpoint.probe` finds out if the server keeps it.
+        """Claim everything but what is known to be missing; `checkpoint.probe` tries the server.
 
-        But memory has no parts, GCS lists no generations, and Azure keeps the blocks of an upload
-        that was given up for a week. Only S3 copies ranges: GCS copies whole objects alone, and
+        Memory has no parts, GCS lists no generations, and Azure keeps the blocks of an upload that
+        was given up for a week. Only S3 copies ranges: GCS copies whole objects alone, and
         Azure wants the source of a range to be authorized in another way than the request.
         """
         scheme = self._url.scheme
@@ -140,7 +140,8 @@ class ObstoreStore(BaseStore[str]):
         body: Any = list(buffers)
         size_bytes = sum(memoryview(buffer).nbytes for buffer in body)
         if self._url.scheme == "memory" or not body:
-            body = b"".join(body)  # obstore's memory store would keep the caller's memory
+            # obstore's memory store would keep the caller's memory; an empty list is no body.
+            body = b"".join(body)
         elif len(body) == 1:
             (body,) = body
         mode = _mode(precondition, self._url.scheme)
@@ -149,11 +150,12 @@ class ObstoreStore(BaseStore[str]):
             client = self._clients.get("small" if size_bytes <= SMALL_BYTES else "write")
             return obstore.put(client, place, body, use_multipart=False, mode=mode)
 
+        # The 404 of a conditional update may mean that the object is gone.
         with _bucket_is_there(unless=isinstance(precondition, IfVersion)):
             if retry:
                 tries = self._clients.tries("put", place, size_bytes)
                 result = self._clients.run(tries, send, repeatable=precondition is None)
-            else:
+            else:  # sent once, and again only if the store refused the credentials
                 result = self._clients.with_fresh_credentials(send)
         self._clients.proven = self._clients.has_put = True
         return _version(result)
@@ -169,8 +171,8 @@ class ObstoreStore(BaseStore[str]):
                 result = obstore.put(
                     self._clients.get("stream"),
                     place,
-                    # obstore's memory store would hold them all until the last has come; a caller
-                    # with a fixed number of buffers would wait for ever to get one back.
+                    # obstore's memory store would hold all the buffers until the last has come; a
+                    # caller with a fixed number of them would wait for ever to get one back.
                     map(bytes, source) if self._url.scheme == "memory" else source,
                     use_multipart=True,
                     chunk_size=part_size_bytes,
@@ -180,14 +182,16 @@ class ObstoreStore(BaseStore[str]):
             source.left_parts = parts_are_left(error)
             failure = judge_obstore(error)
             translated = failure.error
-            # obstore sends a part again after these alone; RequestTimeout comes with 400.
+            # obstore sends a part again only if no answer came, or one of these. After another
+            # status that may pass, such as S3's RequestTimeout with status 400, it gives up.
             is_final = failure.details.status not in (None, 408, 429, *range(500, 600))
             if failure.may_pass and is_final and not source.left_parts:
-                # The part was not sent again, so the whole upload may be.
+                # The caller may send the whole object again.
                 raise errors.UploadLostError(translated.message) from error
             is_refusal = isinstance(translated, errors.CredentialsError)
             if is_refusal and self._clients.were_refused(error):
-                # The parts cannot be sent again here. The next upload asks for fresh credentials.
+                # The buffers are gone, so the upload cannot be sent again here; the next one asks
+                # for fresh credentials.
                 self._clients.renew(error)
                 translated.message += "; the next try asks for fresh ones"
             raise translated from error
@@ -203,8 +207,8 @@ class ObstoreStore(BaseStore[str]):
         max_concurrency: int,
         moved: Callable[[int], None],
     ) -> Version:
-        """Have boto3 copy ranges on S3, and GCS and Azure copy a whole object."""
-        if self._over_boto3 is None:
+        """Have S3 copy ranges, over boto3; have GCS and Azure copy a whole object."""
+        if self._over_boto3 is None:  # GCS or Azure: `capabilities` claims no other copies
             clients, target = self._clients, replace(self._url, prefix=place)
             send, remove = partial(clients.ask, place), partial(self._delete, place)
             copy_object(clients.copier, send, sources, target, moved=moved, remove=remove)
@@ -224,7 +228,7 @@ class ObstoreStore(BaseStore[str]):
         def read() -> tuple[bytes, ObjectMeta]:
             try:
                 answer = obstore.get(self._clients.get("read"), place)
-            except Exception as error:  # noqa: BLE001  raised again, if boto3 is not to be asked
+            except Exception as error:  # noqa: BLE001  raised again, unless boto3 is to be asked
                 store, key = self._boto3_store_for(error), place.removeprefix(self._root)
                 return store.get(key, max_size_bytes=max_size_bytes)
             check_no_page(answer.attributes.get("Content-Type"))
@@ -246,9 +250,11 @@ class ObstoreStore(BaseStore[str]):
                 status, code = http_code(error)
                 if status not in UNCLEAR_IN_HEAD or code is not None:
                     raise
+                # An object was put before, so the bucket is there and the key is missing.
                 if status == http.client.NOT_FOUND and self._clients.has_put:
                     raise errors.ObjectNotFoundError("there is no such object") from error
-                # A GET of nearly nothing says it.
+                # The answer to a HEAD has no body. That to a GET of one byte has one, which says
+                # what is wrong.
                 answer = obstore.get(self._clients.get("read"), place, options={"range": (0, 1)})
                 return self._meta(answer.meta)
 
@@ -262,6 +268,7 @@ class ObstoreStore(BaseStore[str]):
 
     def _list(self, folder: str) -> Iterator[ObjectMeta]:
         """List over obstore; from a page on that obstore cannot read, list over boto3."""
+        # What was yielded before boto3 is asked: in order, the last key says it.
         last_key, yielded_keys = "", set()
         try:
             for meta in self._list_pages(folder):
@@ -271,6 +278,7 @@ class ObstoreStore(BaseStore[str]):
                     yielded_keys.add(meta.key)
                 yield meta
         except errors.UnsupportedError as error:
+            # `error` is raised again if there is no boto3, or obstore could read the answer.
             for meta in self._boto3_store_for(error).list(folder and f"{folder}/"):
                 if meta.key > last_key and meta.key not in yielded_keys:
                     yield meta
@@ -281,7 +289,7 @@ class ObstoreStore(BaseStore[str]):
         pages = _Pages(self._clients, prefix or None)
         while page := self._next_page(pages):
             for meta in page:
-                if self._url.scheme == "az":
+                if self._url.scheme == "az":  # obstore drops the quotes of the ETag there
                     meta["e_tag"] = f'"{meta["e_tag"]}"'
                 # Consoles make an empty object with the folder's name; obstore has cut off its "/".
                 if meta["path"] != prefix:
@@ -294,6 +302,7 @@ class ObstoreStore(BaseStore[str]):
             page = clients.run(clients.tries("list", ""), pages.next)
             if page:
                 clients.proven = True
+            # obstore reads a page of HTML as an empty listing on S3 and GCS; on Azure it raises.
             elif not clients.proven and self._url.scheme in ("s3", "gs"):
                 self._prove()
             return page
@@ -313,7 +322,7 @@ class ObstoreStore(BaseStore[str]):
                 raise translated from error
             # A 404, most likely. No other error contradicts the listing.
         else:
-            if meta["e_tag"] is None:
+            if meta["e_tag"] is None:  # only a web server has a page for every name
                 raise NO_BUCKET.error()
         self._clients.proven = True
 
@@ -326,7 +335,7 @@ class ObstoreStore(BaseStore[str]):
 
     @contextmanager
     def _errors(self, key: str | None) -> Iterator[str]:
-        """Translate panics, too, which are no `Exception`."""
+        """Do what `BaseStore._errors` does; translate panics, too, which are no `Exception`."""
         with super()._errors(key) as place:
             try:
                 yield place
@@ -361,14 +370,18 @@ class _Pages:
         self._listing: Iterator[Any] | None = None  # None: it has to be begun, or begun again
         self._key_count = 0
         self._last_key: str | None = None  # None where the store does not list in order
-        self._continued_after: str | None = None  # where a listing ended that was asked to go on
+        # The last key before a listing was continued that may have ended too soon.
+        self._continued_after: str | None = None
         self._listed_keys: set[str] = set()  # empty where the store lists in order
-        self._keys_to_leave_out: set[str] = set()  # those that this listing has yet to give again
+        # The keys of earlier listings that the present one has not given again yet.
+        self._keys_to_leave_out: set[str] = set()
 
     def next(self) -> Any:
         """Return the next page; None after the last one. After an error, call it again."""
+        # While the page is asked for there is no listing: after an error, a new one is begun.
         listing, self._listing = self._listing or self._begin(), None
         page = next(listing, None)
+        # A listing that ends after a round number of keys is continued once; see `_ROUND_KEYS`.
         may_have_broken_off = self._key_count % _ROUND_KEYS == 0
         if page is None and may_have_broken_off and self._last_key != self._continued_after:
             self._continued_after = self._last_key
@@ -383,7 +396,10 @@ class _Pages:
         return page
 
     def _begin(self) -> Iterator[Any]:
-        """Begin a listing, which has no empty pages."""
+        """Begin a listing behind the last key, or at its start if keys come in no order.
+
+        Keys that came before are left out, and so are pages that are then empty.
+        """
         import obstore
 
         self._keys_to_leave_out.update(self._listed_keys)
@@ -402,7 +418,7 @@ def _bucket_is_there(*, unless: bool = False) -> Iterator[None]:
     """Translate a 404 that no store sends, of requests that need a bucket and no object.
 
     Args:
-        unless: whether to do nothing.
+        unless: True translates nothing: the request needs an object.
     """
     try:
         yield
@@ -426,8 +442,9 @@ def _mode(precondition: Precondition | None, scheme: str) -> Any:
         return "create"
     version = precondition.version
     fields = {"e_tag": precondition.e_tag, "version": version.version}
+    # GCS compares generations, which obstore calls versions; the others compare ETags.
     need = "version" if scheme == "gs" else "e_tag"
     if fields[need] is None:
         raise errors.InputError(f"a conditional write to {scheme}:// needs the {need} of {version}")
-    # obstore takes an UpdateVersion only without its None fields.
+    # obstore takes the fields of an UpdateVersion only if none is None.
     return {name: value for name, value in fields.items() if value is not None}

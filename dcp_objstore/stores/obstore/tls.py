@@ -56,7 +56,8 @@ class TlsSocket(socket.socket):
         session: ssl.SSLSession | None = None,
     ) -> None:
         super().__init__(below.family, below.type, below.proto, below.detach())
-        self.settimeout(None)  # a new socket has that of `socket.setdefaulttimeout`
+        # The kernel keeps the time-out; a new socket has that of `socket.setdefaulttimeout`.
+        self.settimeout(None)
         self._arrived, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(
             self._arrived, self._to_send, server_hostname=host, session=session
@@ -101,16 +102,16 @@ class TlsSocket(socket.socket):
                         if done and not flags:
                             return done
                         if not self._receive(len(into) - done if flags else 0):
-                            return done
+                            return done  # the server closed the connection
                     else:
-                        return done
-            except OSError:
+                        return done  # `into` is full, or TLS has ended
+            except OSError:  # bytes that came before the error are returned all the same
                 if not done:
                     raise
                 return done
 
     def _shake_hands(self) -> None:
-        """Make the TLS handshake. Some threads do so at a time; see `_turns`."""
+        """Make the TLS handshake. Only some threads do so at the same time; see `new_turns`."""
         with _turns.here:
             while True:
                 try:
@@ -119,7 +120,7 @@ class TlsSocket(socket.socket):
                     if not self._receive():
                         raise ConnectionError("the server closed during the handshake") from None
                 else:
-                    self._send()
+                    self._send()  # the client's last records of the handshake
                     return
 
     def _send(self, flags: int = 0) -> None:
@@ -128,9 +129,9 @@ class TlsSocket(socket.socket):
             super().sendall(self._to_send.read(), flags)
 
     def _receive(self, least_bytes: int = 0) -> int:
-        """Receive records. Send first what TLS has to say by itself.
+        """Receive records. Send first the records that TLS itself has made, such as a handshake's.
 
-        The thread has a turn, and gives it up while it waits.
+        The thread has a turn (see `new_turns`), and gives it up while it waits.
 
         Args:
             least_bytes: the decrypted bytes that are still to come. Default 0: wait for any byte.
@@ -141,7 +142,7 @@ class TlsSocket(socket.socket):
         self._send()
         try:
             some = self.recv(_RECEIVED_BYTES, socket.MSG_DONTWAIT)
-        except BlockingIOError:
+        except BlockingIOError:  # nothing has arrived yet
             _turns.here.release()
             try:
                 some = self._wait(least_bytes)
@@ -151,11 +152,12 @@ class TlsSocket(socket.socket):
 
     def _wait(self, least_bytes: int) -> bytes:
         """Wait for records; see `_receive`. Raise `TimeoutError` if none came in time."""
-        # No record is shorter than what it decrypts to, and OpenSSL has at most one in part.
+        # So many bytes of records are still to come: no record is shorter than what it decrypts to,
+        # and of one record at most OpenSSL holds a part already.
         least_bytes = min(least_bytes - _MOST_RECORD_BYTES, _RECEIVED_BYTES)
         try:
             if least_bytes > 0:
                 return self.recv(least_bytes, socket.MSG_WAITALL)
             return self.recv(_RECEIVED_BYTES)
-        except BlockingIOError as error:
+        except BlockingIOError as error:  # this is how the kernel's time-out shows
             raise TimeoutError("the server is silent") from error
