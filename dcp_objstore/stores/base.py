@@ -89,7 +89,7 @@ class BaseStore(ABC, Generic[Place]):
         return RangeReading()
 
     def open_range(self, key: str, start: int, end: int) -> Range:
-        """Open a range of an object."""
+        """Open a range of an object; send its request now if that needs no waiting."""
         if not 0 <= start <= end:
             raise errors.InputError(f"not a range: [{start}, {end})")
         with self._errors(key) as place:
@@ -123,7 +123,7 @@ class BaseStore(ABC, Generic[Place]):
             with self._errors(key) as place:
                 return self._put_stream(place, source, part_size_bytes, max_concurrency)
         except BaseException as error:
-            # The caller sees its iterator's own error, not what the transport made of it.
+            # If the iterator raised, the caller sees its error, not what the transport made of it.
             raised = error if source.error is None else source.error
             if source.left_parts:
                 if isinstance(raised, errors.DcpObjstoreError):
@@ -179,10 +179,10 @@ class BaseStore(ABC, Generic[Place]):
         return _interruptible(metas) if in_main_thread() else metas
 
     def _without_repeats(self, folder: str) -> Iterator[ObjectMeta]:
-        """Yield what is listed; raise where it repeats itself, as it then might for ever.
+        """Yield what a listing has; raise if it repeats itself, as it might then do so for ever.
 
-        A listing of nothing is asked for again: obstore and botocore read a page of HTML as one,
-        botocore an empty body too. In most stores keys ascend, so only those that do not are kept.
+        An empty listing is asked for once more: obstore and botocore read a page of HTML as one,
+        and botocore an empty body. In most stores keys ascend, so only those that do not are kept.
         """
         metas = self._list(folder)
         first = next(metas, None)
@@ -279,9 +279,14 @@ class BaseStore(ABC, Generic[Place]):
 
     @contextmanager
     def _errors(self, key: str | None) -> Iterator[Place]:
-        """Yield the place of a key; translate what is raised, and say in it where it happened."""
+        """Yield the place of a key; translate what is raised, and say in it where it happened.
+
+        The error's frames are cleared, because their variables may hold the caller's buffers.
+        """
         place = self._place(key)
-        handled = id(sys.exception())  # not itself: a listing would keep it until its end
+        # The error that the caller is handling, if any: its frames are not cleared. The id alone is
+        # kept, because a listing would keep the error itself until the listing ends.
+        handled = id(sys.exception())
         try:
             yield place
         except errors.DcpObjstoreError as error:
@@ -318,12 +323,13 @@ def _clear_frames(error: BaseException, handled: int) -> None:
 def _clear_frame(frame: FrameType | None) -> None:
     """Clear a frame and its callers, up to one that still runs.
 
-    Callers too, because botocore keeps an error in a function that has returned it.
+    The callers are cleared, too, because a function of botocore keeps an error in a variable after
+    it has returned the error.
     """
     while frame is not None:
         try:
             frame.clear()
-        except RuntimeError:
+        except RuntimeError:  # the frame still runs
             return
         frame = frame.f_back
 

@@ -51,7 +51,7 @@ def make_clients(
     config: TransferConfig,
     stripped: tuple[str, ...] = (),
 ) -> Clients:
-    """Clients for the bucket of a URL.
+    """Make the clients of obstore for the bucket of a URL.
 
     Args:
         url: a URL of the bucket; its prefix is not used.
@@ -60,8 +60,8 @@ def make_clients(
         stripped: names of options that were left behind when the spec was pickled.
 
     Raises:
-        CredentialsError: there are none.
-        ConfigError: an endpoint or certificate that we cannot use.
+        CredentialsError: there are no credentials.
+        ConfigError: an endpoint or certificate that cannot be used.
     """
     if url.scheme == "memory":
         return Clients(url, memory_factory(url), config)
@@ -77,10 +77,10 @@ def make_filesystems(
     config: TransferConfig,
     stripped: tuple[str, ...] = (),
 ) -> Filesystems:
-    """The filesystems for a URL. Never those of fsspec's own cache: they are for this use.
+    """Make the filesystems of fsspec for a URL. New ones are not shared with fsspec's other users.
 
-    A filesystem that was given is used as it is, but its cache of listings is switched off; of s3fs
-    a copy is used, with the same options, that sends each request once.
+    A filesystem in `options` is used as it is, but its cache of listings is switched off. In the
+    place of an s3fs, a new one with the same options is used, which sends each request once.
 
     Args:
         url: a URL of the bucket; its prefix is not used.
@@ -101,7 +101,7 @@ def make_filesystems(
         return _fsspec_for(url, options, config)
     except DcpObjstoreError:
         raise
-    except Exception as error:  # noqa: BLE001  each filesystem has its own
+    except Exception as error:  # noqa: BLE001  each filesystem raises errors of its own
         judge = judge_s3fs if url.scheme == "s3" else judge_fsspec
         kind = type(judge(error).error)
         text = _without_secrets(str(error), options, foreign=is_foreign(url.scheme))
@@ -109,7 +109,7 @@ def make_filesystems(
         if kind is StoreUnavailableError:
             text += "; check the host, the port and that the server runs"
         if kind not in (CredentialsError, StoreUnavailableError):
-            kind = ConfigError  # nothing but the options was there to be wrong
+            kind = ConfigError  # nothing but the options can have been wrong
         # Not `from error`: its text and its frames may show a secret.
         raise kind(
             f"fsspec cannot make a filesystem for {url.scheme}://: {type(error).__name__}: {text}"
@@ -121,7 +121,7 @@ def _fsspec_for(url: StoreUrl, options: Mapping[str, Any], config: TransferConfi
     if FILESYSTEM in options:
         fs = options[FILESYSTEM]
         endpoint_url = getattr(fs, "endpoint_url", None)
-        if is_of(type(fs), S3FS):  # retries are made here, not in the filesystem
+        if is_of(type(fs), S3FS):  # this package sends requests again, so s3fs must not
             fs = sending_once(type(fs), *fs.storage_args, **fs.storage_options)
             return S3Filesystems(
                 url, config, fs, endpoint_url=endpoint_url, checksums=Checksums(None)
@@ -135,6 +135,7 @@ def _fsspec_for(url: StoreUrl, options: Mapping[str, Any], config: TransferConfi
         return make_s3fs(cls, url, parse(S3Options, options), config)
     if url.scheme == "gs":
         return make_gcsfs(url, parse(GcsOptions, options), config)
+    # The URL itself may have options in it, such as the host of sftp://host/path.
     options = {**cls._get_kwargs_from_urls(str(url)), **options, "skip_instance_cache": True}
     endpoint = options.get("endpoint_url")
     endpoint_url = endpoint if isinstance(endpoint, str) else None
@@ -148,7 +149,7 @@ def _without_secrets(text: str, options: Mapping[str, Any], *, foreign: bool) ->
             text = _without_secrets(text, value, foreign=foreign)
         elif isinstance(value, str) and value and is_secret(name, value, foreign=foreign):
             pattern = re.escape(value)
-            if len(value) < _SHORT_CHARACTERS:
+            if len(value) < _SHORT_CHARACTERS:  # it may be a part of any word, so only alone
                 pattern = rf"(?<!\w){pattern}(?!\w)"
             text = re.sub(pattern, "***", text)
     return text

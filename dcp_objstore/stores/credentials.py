@@ -119,7 +119,7 @@ class Renewing:
         self._now = now
         self._lock = threading.Lock()  # the first requests of a save come at the same time
         self._credentials: Mapping[str, Any] | None = None
-        self._ask_again_at: datetime | None = None
+        self._ask_again_at: datetime | None = None  # None: not asked yet, or they do not end
 
     def __repr__(self) -> str:
         return f"Renewing({self._source!r})"
@@ -148,20 +148,27 @@ class Renewing:
             self._fetch(others=True)
 
     def _fetch(self, *, others: bool) -> Mapping[str, Any]:
-        """Ask for credentials. If there are none, those of before count while they last."""
+        """Ask for credentials. If that fails, the last ones are returned until they end.
+
+        Args:
+            others: whether the last ones were refused, so that others are needed.
+
+        Raises:
+            CredentialsError: asking failed, and there are no last ones, or they have ended.
+        """
         now = self._now()
         try:
             self._credentials = credentials = self.ask(others)
         except CredentialsError as error:
             failure = error.message
         except Exception as error:  # noqa: BLE001  files, processes and services are asked
-            # Not its text, which may quote what a credential process printed.
+            # The error's text is left out: it may quote what a credential process printed.
             failure = class_and_line(error)
         else:
             self._ask_again_at = ends_at = credentials["expires_at"]
             if ends_at is not None:
                 margin = min(_MARGIN, (ends_at - now) / 3)
-                # obstore takes no other time zone, not even an equal one.
+                # obstore takes only `datetime.UTC` itself, no other zone of the same time.
                 self._ask_again_at = (ends_at - margin).astimezone(UTC)
             return credentials
         last = self._credentials

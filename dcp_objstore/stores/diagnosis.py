@@ -77,7 +77,7 @@ def _access_key(credentials: Credentials) -> str | None:
     try:
         return shortened(credentials.provider().get("access_key_id"))
     except Exception as error:
-        # It asks SSO, a process or another service, which fail with errors of any kind.
+        # The provider may ask SSO, a process or another service. They fail with errors of any kind.
         raise CredentialsError(f"{credentials.source}: {error}") from error
 
 
@@ -97,7 +97,7 @@ def ask_region(spec: StoreSpec) -> str | None:
         None if the answer has no `x-amz-bucket-region`, or for another store than S3.
 
     Raises:
-        StoreUnavailableError: no answer within 5 s; one may come only through a proxy.
+        StoreUnavailableError: no answer came within 5 s.
         CredentialsError, ConfigError: as for the store.
     """
     if spec.parsed.scheme != "s3" or not _has_credentials(spec):
@@ -114,7 +114,8 @@ def ask_region(spec: StoreSpec) -> str | None:
 def named_server(spec: StoreSpec) -> NamedServer:
     """Return the server that requests go to.
 
-    Over s3fs it is botocore that finds the one of a profile, and the store does not know it.
+    Over s3fs, botocore finds the server that a profile names, and the store does not know it. So
+    the profile is read here, too.
 
     Raises:
         CredentialsError, ConfigError: as for the store.

@@ -28,11 +28,12 @@ def server_url(text: str, *, use_ssl: bool) -> str:
     """Make a URL of an endpoint.
 
     Raises:
-        ConfigError: it is not one, it holds credentials, or its host or port cannot exist.
+        ConfigError: the text is no endpoint, it holds credentials, or its host or port cannot
+            exist.
     """
     base = text if "://" in text else f"{'https' if use_ssl else 'http'}://{text}"
     scheme, _, host = base.rstrip("/").partition("://")
-    check_endpoint(host)  # those of the environment and of profiles, too
+    check_endpoint(host)  # checked here, too, as it may come from the environment or a profile
     if scheme not in ("http", "https") or not host:
         raise ConfigError("an endpoint must read http(s)://host[:port], without credentials")
     wrong = _wrong_with(host)
@@ -48,7 +49,7 @@ def tls_context(verify: bool | str) -> ssl.SSLContext:
         verify: True for the usual certificates, False for any, or the path of others.
 
     Raises:
-        ConfigError: they cannot be read.
+        ConfigError: the certificates cannot be read.
     """
     try:
         context = ssl.create_default_context(
@@ -77,7 +78,8 @@ def answer_to(
     The body is empty where the status is an error's or a redirect's, which is not followed.
 
     Raises:
-        StoreUnavailableError: no answer came in time. It names `url`, of the store.
+        StoreUnavailableError: no answer came in time, or none that is HTTP. The error names `url`,
+            which is that of the store.
     """
     https = urllib.request.HTTPSHandler(context=context)
     proxies = urllib.request.getproxies()
@@ -88,7 +90,7 @@ def answer_to(
     try:
         with opener.open(request, timeout=timeout_seconds) as answer:
             return answer.status, answer.headers, answer.read()
-    except urllib.error.HTTPError as error:
+    except urllib.error.HTTPError as error:  # an answer, too, whose status is an error's
         with error:
             return error.code, error.headers, b""
     except (OSError, http.client.HTTPException) as error:
@@ -111,6 +113,7 @@ def _wrong_with(host_and_path: str) -> str | None:
     except ValueError as error:
         return f"cannot be read ({error})"
     name = parts.hostname or ""
+    # A ':' that is left is one in square brackets, where only an address of IPv6 may stand.
     if not is_address(name) and (":" in name or _HOST_NAME.fullmatch(name) is None):
         return f"has a host name that cannot exist ({name!r})"
     return None
@@ -118,8 +121,8 @@ def _wrong_with(host_and_path: str) -> str | None:
 
 def is_address(name: str) -> bool:
     """Whether a host is an address of IPv4, in any form that is read as one, or of IPv6."""
-    with suppress(ValueError):
+    with suppress(ValueError):  # it is no IPv6 address
         return bool(ipaddress.IPv6Address(name))
-    with suppress(OSError):
+    with suppress(OSError):  # it is no IPv4 address
         return bool(socket.inet_aton(name))
     return False

@@ -291,7 +291,7 @@ class Failure(NamedTuple):
 
     @property
     def may_pass(self) -> bool:
-        """Whether it may pass if the request is sent again."""
+        """Whether the request may succeed if it is sent again."""
         if self.details.may_pass is not None:
             return self.details.may_pass
         # A lost upload is a `StoreUnavailableError`, but it has to be begun again as a whole.
@@ -321,7 +321,7 @@ def judge(error: Exception, read: Callable[[Exception], ErrorDetails]) -> Failur
     Credentials and signatures that a store repeats are left out, in the text and in `error` itself.
 
     Args:
-        error: an exception of the transport; one of this package is what it means.
+        error: an exception of the transport. An error of this package means itself.
         read: the adapter's function that reads the details out of it.
     """
     if isinstance(error, DcpObjstoreError):
@@ -334,12 +334,15 @@ def judge(error: Exception, read: Callable[[Exception], ErrorDetails]) -> Failur
 
 
 def meaning_of(error: Exception, details: ErrorDetails) -> Meaning:
-    """Return what an exception means: by what its adapter knows, by code, by status, by type."""
+    """Return what an exception means: by what its adapter knows, by code, by status, by type.
+
+    A meaning without words gets those of its kind.
+    """
     if details.code in (NO_SUCH_UPLOAD, _NO_SUCH_BLOCKS):
         return UPLOAD_LOST
     meaning = first_sign(_OPTIONS_ASKED_FOR, details.text) or details.meaning
     if details.code == NO_SUCH_KEY and details.conditional:
-        # AWS and moto say 404 to an update of an object that is gone: it was lost to a deletion.
+        # AWS and moto say 404 to a conditional update of an object that another writer deleted.
         meaning = Meaning(PreconditionFailedError)
     if meaning is None:
         kind = kind_of_answer(details.status, details.code) or kind_of_builtin(error)
@@ -358,7 +361,11 @@ def first_sign(meanings: Mapping[str, Meaning], text: str) -> Meaning | None:
 
 
 def kind_of_answer(status: int | None, code: str | None) -> type[DcpObjstoreError] | None:
-    """Return the error for an HTTP status and the store's `<Code>`; None without either."""
+    """Return the error for an HTTP status and the store's `<Code>`, which counts first.
+
+    Returns:
+        None if there is no status and the code is not known.
+    """
     if code in _BY_CODE:
         return _BY_CODE[code]
     if status in _BY_STATUS:
@@ -421,7 +428,10 @@ def led_to(error: BaseException) -> Iterator[BaseException]:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes. Contexts may be about other requests."""
+    """Yield an error, its cause, the cause of the cause, and so on.
+
+    Contexts are left out, because they may be about other requests.
+    """
     cause: BaseException | None = error
     seen: set[int] = set()
     while cause is not None and id(cause) not in seen:
@@ -431,7 +441,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_of(cls: type, *names: str) -> bool:
-    """Return whether a class or one of its bases is among the named ones, which stay unimported.
+    """Return whether a class or one of its bases is among the named ones, without importing them.
 
     Args:
         cls: the class.

@@ -100,6 +100,7 @@ class LocalStore(BaseStore[Path]):
         return FileSource(place)
 
     def _place(self, key: str | None) -> Path:
+        """Return the path of an object, or without a key that of the root."""
         if key is None:
             return self._root
         path = self._root / check_key(key)
@@ -121,7 +122,7 @@ class LocalStore(BaseStore[Path]):
             return errors.InputError(what, advice="choose another URL, or move the file away")
         translated = of_os(error)
         if isinstance(translated, errors.StoreFullError):
-            with suppress(OSError):  # the size is only told on top
+            with suppress(OSError):  # the error is raised even if the free room is not known
                 translated.message += f"; {size_text(_free_bytes(self._root))} are free there now"
         return translated
 
@@ -139,8 +140,8 @@ class LocalStore(BaseStore[Path]):
         self,
         place: Path,
         source: WatchedBuffers,
-        part_size_bytes: int,  # noqa: ARG002  no parts here
-        max_concurrency: int,  # noqa: ARG002  in order
+        part_size_bytes: int,  # noqa: ARG002  there are no parts
+        max_concurrency: int,  # noqa: ARG002  buffers are written one after the other
     ) -> Version:
         return self._write(place, partial(_write_buffers, source), None)
 
@@ -149,10 +150,10 @@ class LocalStore(BaseStore[Path]):
         place: Path,
         sources: Sequence[CopySource],
         part_size_bytes: int,
-        max_concurrency: int,  # noqa: ARG002  in order
+        max_concurrency: int,  # noqa: ARG002  parts are copied one after the other
         moved: Callable[[int], None],
     ) -> Version:
-        """The kernel copies; a file system that can shares the blocks (a reflink)."""
+        """Have the kernel copy. A file system with reflinks shares the blocks instead."""
 
         def write(fd: int) -> None:
             for source in sources:
@@ -163,7 +164,7 @@ class LocalStore(BaseStore[Path]):
                     for start, end in cut_range(source.start, source.end, part_size_bytes):
                         _copy_range(from_fd, fd, start, end)
                         moved(end - start)
-                    # Only now, so that a change during the copy is seen, too.
+                    # Compared after the copy, so that a change during the copy is seen, too.
                     if _version(os.fstat(from_fd)) != source.version:
                         raise errors.PreconditionFailedError(f"{source.url} was changed meanwhile")
 
@@ -210,7 +211,8 @@ class LocalStore(BaseStore[Path]):
                     temporary.replace(path)
             _sync_folder(path.parent)
         except (IsADirectoryError, errors.PreconditionFailedError) as error:
-            # A folder in the object's place: a rename says so, a link only that the name exists.
+            # The object's name may be that of a folder. A rename says so (`IsADirectoryError`); a
+            # link says only that the name exists, which `_link` takes for another object.
             if not path.is_dir():
                 raise
             what = f"{str(path)!r} is a folder, where a file is needed"
@@ -230,7 +232,8 @@ class LocalStore(BaseStore[Path]):
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            with locked(path.parent, self._patience):  # it is all that keeps creators apart
+            # Without links, the lock is all that keeps two creators of the object apart.
+            with locked(path.parent, self._patience):
                 if path.exists():
                     raise errors.PreconditionFailedError(is_there) from None
                 temporary.replace(path)
@@ -246,7 +249,7 @@ class LocalStore(BaseStore[Path]):
             entries = _entries(self._root / folder)
         for entry in entries:
             key = f"{folder}/{entry.name}" if folder else entry.name
-            meta: ObjectMeta | None = None  # none of a folder, or of a socket, for example
+            meta: ObjectMeta | None = None  # stays None for a folder, or a socket, for example
             with self._errors(None):
                 try:
                     is_folder = entry.is_dir()
@@ -255,6 +258,7 @@ class LocalStore(BaseStore[Path]):
                     if error.errno in (errno.ENOENT, errno.ELOOP):
                         continue  # deleted since the folder was read, or a link to itself
                     raise
+                # A link to a folder above would be followed for ever.
                 if is_folder and entry.is_symlink() and self._leads_up(key):
                     continue
                 meta = _meta(key, status) if stat.S_ISREG(status.st_mode) else None
@@ -281,7 +285,7 @@ class LocalUploads:
         return LocalUploads(self._root / prefix)
 
     def list(self) -> Sequence[UnfinishedUpload]:
-        """Return the temporary objects: of saves in progress, and orphaned.
+        """Return the temporary objects: those of saves in progress, and what ended saves left.
 
         Raises:
             PermissionDeniedError: a folder may not be read.
@@ -296,7 +300,8 @@ class LocalUploads:
             except OSError as error:
                 raise of_os(error).at(url=f"file://{self._root}") from error
             upload_id = place.relative_to(self._root)
-            # Behind its random digits is the object's name, unless that was too long for both.
+            # The object's name stands behind the random digits, unless both were too long for the
+            # name of a file; see `temporary_name`.
             name = place.name.removeprefix(TEMPORARY).partition(".")[2] or place.name
             written = datetime.fromtimestamp(status.st_mtime, tz=UTC)
             key = str(upload_id.parent / name)
@@ -326,7 +331,7 @@ def temporary_name(name: str) -> str:
 def _write_buffers(buffers: Iterator[Buffer], fd: int) -> None:
     """Write buffers to a file, and keep none of them."""
     while True:
-        # Not a `for`: its variable would keep the last buffer alive during the next one.
+        # Not a `for`, whose variable would keep the last buffer while the next one is waited for.
         try:
             view = memoryview(next(buffers))
         except StopIteration:
@@ -348,7 +353,7 @@ def _copy_range(from_fd: int, fd: int, start: int, end: int) -> None:
             raise errors.UnsupportedError(
                 f"the file system does not copy: {error.strerror}"
             ) from error
-        if not count:
+        if not count:  # the end of the file
             raise errors.CorruptDataError(f"the object to copy ends at {start}, before {end}")
         start += count
 
@@ -356,7 +361,7 @@ def _copy_range(from_fd: int, fd: int, start: int, end: int) -> None:
 def _write_synced(path: Path, write: Callable[[int], None]) -> os.stat_result:
     """Write a new file and have it on the disk; return its status.
 
-    The time is set because that of the file system may be coarser than its changes are apart.
+    Its time is set here, because the file system's own may be too coarse to tell two changes apart.
     """
     fd = open_here(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
@@ -387,14 +392,15 @@ def locked(folder: Path, policy: RetryPolicy) -> Iterator[None]:
         policy: how long to wait for it.
 
     Raises:
-        StoreUnavailableError: another process has held the lock all the time.
+        StoreUnavailableError: another process or thread held the lock all the time.
     """
     tries = Tries(policy)
     while True:
-        # A lock of the open file description: it excludes threads of this process as well.
+        # Opened anew, because `flock` locks an open file: so threads exclude each other, too.
         fd = open_here(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT)
         try:
-            if try_lock(fd) and os.fstat(fd).st_nlink:  # not removed by `remove_lock` since
+            # Without a link, `remove_lock` has removed the file since it was opened.
+            if try_lock(fd) and os.fstat(fd).st_nlink:
                 yield
                 return
         finally:
@@ -465,7 +471,7 @@ def _open(path: Path) -> tuple[int, os.stat_result]:
     # O_NONBLOCK: opening a FIFO must not wait; it is refused below.
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except NotADirectoryError as error:
+    except NotADirectoryError as error:  # a file has the name of a folder of the key
         raise errors.ObjectNotFoundError("there is no such object") from error
     try:
         status = os.fstat(fd)
@@ -494,7 +500,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder and those above it, synced: a new object must not vanish with its folder."""
+    """Make a folder and those above it, on the disk: a synced object must not vanish with them."""
     if folder.is_dir():
         return
     _make_folder(folder.parent)
@@ -503,6 +509,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -511,7 +518,10 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _entries(folder: Path) -> Sequence[os.DirEntry[str]]:
-    """Return what is in a folder, by name and without what is ours; nothing if it is no folder."""
+    """Return what is in a folder, in the order of names, without locks and temporary objects.
+
+    What is no folder, or does not exist, has nothing in it.
+    """
     try:
         with os.scandir(folder) as listing:
             entries = [entry for entry in listing if not entry.name.startswith(_OUR_PREFIX)]

@@ -117,7 +117,7 @@ class Schema:
     @classmethod
     @functools.cache
     def options(cls) -> Mapping[str, Option]:
-        """The options by the names of their fields, completed with what the fields say of them."""
+        """The options by the names of their fields, with `field`, `kinds` and a name for each."""
         types = get_type_hints(cls)
         return {
             spec.name: replace(
@@ -126,7 +126,7 @@ class Schema:
                 field=spec.name,
                 kinds=_kinds(types[spec.name]),
             )
-            for spec in fields(cls)  # type: ignore[arg-type]  # as above
+            for spec in fields(cls)  # type: ignore[arg-type]  # each schema is a dataclass
         }
 
     @classmethod
@@ -186,7 +186,7 @@ def check_by(schema: type[S], options: object, scheme: str = "") -> tuple[S, dic
         ConfigError: an unknown name (with the nearest known one), a wrong type, or options that
             contradict each other. Values are never repeated: they may be secrets.
     """
-    spellings: dict[str, dict[str, Any]] = {}
+    spellings: dict[str, dict[str, Any]] = {}  # by field, then by spelling: the value given
     where = f"storage_options for {scheme}://" if scheme else "storage_options"
     copied = _check_mapping(schema, options, (), where=where, spellings=spellings)
     parsed = schema(**{name: _agreed_value(spelled) for name, spelled in spellings.items()})
@@ -264,7 +264,8 @@ def _check_mapping(
         options: the mapping.
         path: the names that lead to it; empty for the outermost.
         where: the place of the options, for messages.
-        spellings: the values under each spelling, by the names of fields; they are added here.
+        spellings: for each field, the values by the spelling that they were given under. What
+            this mapping has is added.
     """
     if not isinstance(options, Mapping):
         raise ConfigError(f"{where} must be a mapping, got {type(options).__name__}")
@@ -276,6 +277,7 @@ def _check_mapping(
         if value is None:
             continue
         option = known[name]
+        # For messages, the place as in Python: `client_kwargs['region_name']`.
         outermost, *inner = (*path, name)
         spelled = outermost + "".join(f"[{step!r}]" for step in inner)
         if option is None:
@@ -297,7 +299,7 @@ def _check_value(name: str, value: object, option: Option, where: str) -> None:
     if not isinstance(value, str):
         return
     if not value.strip():
-        # Taken as not given, it would lead to another server or to other credentials.
+        # If it were taken as not given, another server or other credentials might be used.
         raise ConfigError(f"{name!r} in {where} is empty; give it a value, or leave it out")
     if option.secret and cannot_be_sent(value):
         raise ConfigError(f"{name!r} in {where} holds a line break or control character")
@@ -336,9 +338,11 @@ def _hint(schema: type[Schema], name: str, known: Collection[str]) -> str | None
     if why is not None:
         return f"there is no need for it: {why}."
     for option in schema.options().values():
+        # The names of the option, each without the mapping that it stands in.
         leaves = [spelling.rpartition(".")[2] for spelling in option.spellings]
         if name in leaves or name in option.native or name in option.called:
             name_here = next((leaf for leaf in leaves if leaf in known), None)
+            # An option with a dot stands in a mapping, and the hint shows the whole of it.
             if name_here is not None or "." in option.name:
                 return f"did you mean {_as_in_options(name_here or option.name)}?"
             return f"did you mean {_as_in_options(option.name)}, outside of this mapping?"

@@ -341,10 +341,12 @@ class ObjectStore(Protocol):
 
         Buffers are 1-D contiguous uint8, at most `part_size_bytes` each. They are held, not
         copied, until their part is uploaded, and dropped then; their memory must not change
-        before. All parts but the last have exactly `part_size_bytes`. The iterator is advanced
-        from the calling thread, while at most `max_concurrency` parts (or two) that it has given
-        are without a good answer: callers count the others as uploaded. If it raises, the upload
-        is aborted and the error passes through unchanged.
+        before. All parts but the last have exactly `part_size_bytes`.
+
+        The calling thread asks the iterator for more only while at most `max_concurrency` parts
+        (two, if that is 1) are without a good answer, so callers count all earlier parts as
+        uploaded. If the iterator raises, the upload is aborted and the error passes through
+        unchanged.
         """
         ...
 
@@ -370,8 +372,8 @@ class ObjectStore(Protocol):
             part_size_bytes: the largest part.
             max_concurrency: the number of parts that are copied at a time.
             moved: a function that is called in any thread with the size of each part that was
-                copied. What it raises
-                (a `DcpObjstoreError`, or what is no `Exception`) ends the copy.
+                copied. What it raises (a `DcpObjstoreError`, or what is no `Exception`) ends the
+                copy.
 
         Raises:
             UnsupportedError: the store does not copy, or not from there, or not ranges.

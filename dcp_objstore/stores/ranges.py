@@ -102,13 +102,13 @@ class RangeSource(ABC):
         *,
         had_begun: bool,  # noqa: ARG002
     ) -> None:
-        """Return when it is time to ask for the rest of a range, or raise `error`: the default.
+        """Return when it is time to ask for the rest of a range, or raise. By default, raise.
 
         Args:
             error: the error of `Answer.readinto`.
             asked_at: the time at which the request was sent (monotonic).
-            had_begun: whether some of its bytes have come. How long ago the range was opened then
-                says nothing of the store: the reader may have been busy with the bytes.
+            had_begun: whether some bytes of the answer have come. Then the time since the range was
+                opened says nothing of the store: the reader may have been busy with the bytes.
         """
         raise error
 
@@ -138,10 +138,11 @@ class Range:
         self._errors = errors
         self._answer = answer
         self._check_version: Callable[[Version], None] | None = None
+        # When the present answer was asked for, and from which byte on.
         self._asked_at = time.monotonic()
         self._asked_from = start
         self._closed = False
-        # An answer that is dropped is not cancelled any more: its connection may serve another.
+        # An answer must not be cancelled once it is dropped: its connection may serve another one.
         self._drop_lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -165,9 +166,10 @@ class Range:
         return None if self._answer is None else self._answer.descriptor_to_poll()
 
     def cancel(self, *, at_once: bool) -> bool:
-        """End a `readinto` that another thread is in, with an error."""
+        """End a `readinto` that another thread is in, with an error; see `RangeBody.cancel`."""
         with self._drop_lock:
-            # In this order: `_read_some` looks whether it is closed once it has an answer.
+            # Before the answer is looked for: `_read_some` sets the answer, then checks `_closed`,
+            # so one of the two threads sees what the other one did.
             self._closed |= not at_once
             cancelled = self._answer is not None and self._answer.cancel(at_once=at_once)
             self._closed |= cancelled
@@ -190,7 +192,7 @@ class Range:
             except BaseException:
                 self.close()
                 raise
-            if self._position == self._end:
+            if self._position == self._end:  # another range may use the connection from now on
                 self._drop_answer()
 
     def _check_open(self) -> None:
@@ -201,7 +203,7 @@ class Range:
         """Read the next bytes to the front of `into`; ask for the rest where there is no answer.
 
         Returns:
-            How many; 0 if the answer has ended or broken off, and the rest may be asked for.
+            How many. 0 if the answer has ended or broken off: the next call asks for the rest.
         """
         self._check_open()
         if self._answer is None:
@@ -211,13 +213,14 @@ class Range:
             self._check_open()  # it may have been cancelled before there was an answer to cancel
         try:
             received_bytes = self._answer.readinto(into)
-        except Exception as error:  # noqa: BLE001  raised there, if it is not to be asked again
+        except Exception as error:  # noqa: BLE001  `wait_to_ask_again` raises it, or an error for it
             self._drop_answer()
             self._check_open()  # a request that was cancelled has not failed
             self._source.wait_to_ask_again(
                 error, self._asked_at, had_begun=self._position > self._asked_from
             )
             return 0
+        # Without bytes there is no state to check.
         if received_bytes and self._check_version is not None:
             version = self._answer.version()
             if version is not None:
@@ -280,7 +283,8 @@ class FetchedSource(RangeSource):
     def ask(self, start: int, end: int) -> Answer:
         """Ask for bytes `[start, end)`, or for the first part of them.
 
-        The library tells no version with the bytes, so it is asked for before and after them.
+        The library tells no version with the bytes. So if the range is held to a version, the
+        version is asked for before and after the bytes.
         """
         end = min(end, start + _FETCHED_BYTES)
         current_version = self._current_version if self.is_held else None
@@ -304,7 +308,7 @@ class ReceivedChunks(Answer):
         self._chunks = chunks
         self._version = version
         self._rest = memoryview(b"")
-        self._copying = threading.Lock()
+        self._copying = threading.Lock()  # held while bytes are written, so `cancel` waits for that
         self._is_cancelled = False
 
     def version(self) -> Version | None:
@@ -319,7 +323,7 @@ class ReceivedChunks(Answer):
         """
         if not self._rest:
             self._rest = memoryview(b"")  # an empty view of a chunk would keep it in memory
-            self._rest = memoryview(next(self._chunks, b""))
+            self._rest = memoryview(next(self._chunks, b""))  # empty after the last chunk
         some = self._rest[: len(into)]
         with self._copying:
             if self._is_cancelled:

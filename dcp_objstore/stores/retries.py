@@ -143,7 +143,7 @@ class Tries:
         if left_seconds <= 0:
             return False
         self.retries += 1
-        if error is not None and self._on_retry is not None:
+        if error is not None and self._on_retry is not None:  # told the number of the next try
             self._on_retry(self.retries + 1, error, self._began_at)
         self._clock.sleep(min(left_seconds, self.policy.pause_seconds(self.retries)))
         return True
@@ -163,7 +163,8 @@ class Tries:
             repeatable: False for what must not be sent again if it may have taken effect.
 
         Raises:
-            What `request` raises; the error that it means where it was sent again in vain.
+            What `request` raises, if it must not be sent again. If it may be, but no retry is left,
+            the error that the last exception means.
         """
         if self._limiter is not None:
             self._limiter.wait_turn()
@@ -172,7 +173,7 @@ class Tries:
             try:
                 answer = request()
             except DcpObjstoreError:
-                raise  # found by the adapter in an answer that came
+                raise  # an adapter raises these for an answer that came, so it is final
             except Exception as error:  # noqa: BLE001  transports have no type in common
                 self.wait_to_try_again(error, judge(error), begun_at, repeatable=repeatable)
             else:
@@ -200,7 +201,8 @@ class Tries:
         if failure.throttled and self._limiter is not None:
             self._limiter.note_throttling(begun_at)
         is_budget_spent = False
-        if self._limiter is not None and self._left_seconds() > 0:  # else it costs no retry
+        # Only a retry that there is time for is taken from the budget.
+        if self._limiter is not None and self._left_seconds() > 0:
             is_budget_spent = not self._limiter.spend_retry()
         if is_budget_spent or not self.pause(failure.error):
             if self.retries:
@@ -227,9 +229,10 @@ _first_pid: int | None = None  # the process that made the first clients, this o
 
 
 def guard_fork() -> None:
-    """Raise `ForkedProcessError` in a child forked after clients were used; else note our use.
+    """Raise `ForkedProcessError` in a child forked after its parent used clients.
 
-    The threads of their libraries do not survive a fork: every request would hang.
+    The threads of the clients' libraries do not survive a fork, so every request would hang. The
+    first call notes that this process uses clients.
     """
     global _first_pid  # noqa: PLW0603  the threads are of the process
     pid = os.getpid()

@@ -124,8 +124,9 @@ def is_secret(name: str, value: object = None, *, foreign: bool = False) -> bool
         return True  # it holds its own credentials
     if foreign:
         may_be_url_with_secret = isinstance(value, str) and ("@" in value or "?" in value)
-        # The names in a mapping are not known.
+        # A mapping may hold a secret under any name.
         return name not in _PUBLIC_NAMES or may_be_url_with_secret or isinstance(value, Mapping)
+    # GCS's `token` may name a method instead, such as "anon".
     is_method = isinstance(value, str) and value in _PUBLIC_TOKENS
     return name in _SECRET_NAMES and not is_method
 
@@ -142,13 +143,13 @@ def secret_names(options: Mapping[str, object], *, foreign: bool = False) -> lis
 def public_options(
     options: Mapping[str, object], *, mask: bool, foreign: bool = False
 ) -> dict[str, object]:
-    """The options without credentials, or, with `mask`, with `***` in their place."""
+    """Return the options without credentials, or with `***` in their place if `mask` is true."""
     shown: dict[str, object] = {}
     for name, value in options.items():
         if is_secret(name, value, foreign=foreign):
             if mask:
                 shown[name] = f"<{type(value).__name__}>" if name == FILESYSTEM else "***"
-        elif isinstance(value, Mapping):
+        elif isinstance(value, Mapping):  # of a scheme with a schema: a foreign one is a secret
             shown[name] = public_options(value, mask=mask)
         else:
             shown[name] = value

@@ -89,7 +89,7 @@ class StoreSpec:
         own_options, config = _with_transport(storage_options, checked_config(config))
         options = check_options(parsed.scheme, own_options)
         _opener(parsed.scheme, options, config)  # raises for a transport that does not fit
-        vars(self).update(  # past the setters, which a frozen dataclass refuses
+        vars(self).update(  # a frozen dataclass refuses `self.url = …`
             url=str(parsed),
             storage_options=options,
             config=config,
@@ -157,7 +157,7 @@ class StoreSpec:
             if key not in _clients:
                 _clients[key] = make(url, options, self.config, self.stripped)
                 if len(_clients) > _MAX_CACHED_CLIENTS:
-                    _clients.popitem(last=False)
+                    _clients.popitem(last=False)  # the least recently used
             _clients.move_to_end(key)
             return cast("C", _clients[key])
 
@@ -220,7 +220,8 @@ def _open_local(spec: StoreSpec) -> ObjectStore:
 
 def _open_obstore(spec: StoreSpec) -> ObjectStore:
     """Open a store over obstore; with boto3 where it is installed, for what obstore cannot do."""
-    import obstore.store  # noqa: F401  now, not in the thread of a request: a fork may come then
+    # Imported now, and not in the thread of a request, during which the process may fork.
+    import obstore.store  # noqa: F401
 
     from dcp_objstore.stores.clients import make_clients
     from dcp_objstore.stores.obstore.store import ObstoreStore
@@ -237,6 +238,7 @@ def _open_boto3(spec: StoreSpec) -> Boto3Store:
 
 
 def _open_fsspec(spec: StoreSpec) -> ObjectStore:
+    """Open a store over a filesystem of fsspec; that over s3fs is a class of its own."""
     from dcp_objstore.stores.clients import make_filesystems
     from dcp_objstore.stores.fsspec.store import FsspecStore
     from dcp_objstore.stores.s3.s3fs import S3Filesystems, S3fsStore
@@ -261,15 +263,15 @@ _OPEN: dict[tuple[str, str], Callable[[StoreSpec], ObjectStore]] = {
 def _with_transport(
     options: Mapping[str, object] | None, config: TransferConfig
 ) -> tuple[Mapping[str, object] | None, TransferConfig]:
-    """The options without a `transport`, and the settings with it.
+    """Return the options without `transport`, and the settings with the transport from there.
 
     Raises:
-        ConfigError: there is no such transport, or the two contradict each other.
+        ConfigError: there is no such transport, or the options and the settings name two.
     """
     if not isinstance(options, Mapping) or options.get("transport") is None:
         return options, config
     chosen = options["transport"]
-    # "native" is the default, so it may not have been chosen.
+    # "native" is the default, so `config` may have it without the caller's choice.
     if config.transport not in ("native", chosen):
         raise ConfigError(
             f"storage_options say transport={chosen!r}, TransferConfig says {config.transport!r};"
@@ -287,8 +289,9 @@ def _opener(
     Raises:
         ConfigError: the transport does not carry requests there; says which ones do.
     """
+    # A filesystem in the options and a scheme without a schema are for fsspec alone.
     transport, needs_fsspec = config.transport, "fs" in options or is_foreign(scheme)
-    # "native" is the default, so it may not have been chosen.
+    # "native" is the default, so it does not contradict what needs fsspec.
     if transport == "fsspec" or (transport == "native" and needs_fsspec):
         return _open_fsspec
     if needs_fsspec or (scheme, transport) not in _OPEN:
@@ -325,13 +328,15 @@ def options_of_other(
     options: Mapping[str, object] | None,
     other: str | os.PathLike[str],
 ) -> Mapping[str, object] | None:
-    """Return the options of the other side: those given, or `options` if its scheme is the same.
+    """Return the options for the other of the two places of a copy, or of an import, for example.
+
+    They are those given, or `options` if none were given and both places have the same scheme.
 
     Args:
-        other_options: the options that the caller gave for the other side; None: none.
+        other_options: the options that the caller gave for `other`; None if it gave none.
         url: the URL that `options` are for.
         options: credentials and endpoint of `url`.
-        other: path or URL of the other side.
+        other: the path or URL of the other place.
     """
     scheme, other_scheme = (os.fspath(place).partition("://")[0] for place in (url, other))
     if other_options is None and scheme == other_scheme:
@@ -340,7 +345,10 @@ def options_of_other(
 
 
 def _hashable(value: object) -> object:
-    """A hashable stand-in: mappings and sequences by content, the rest as it is or by its id."""
+    """Return a hashable stand-in: mappings and sequences by content, the rest as it is.
+
+    What is left and cannot be hashed is represented by its id.
+    """
     if isinstance(value, Mapping):
         return tuple(sorted((str(key), _hashable(item)) for key, item in value.items()))
     if isinstance(value, (list, tuple)):

@@ -96,7 +96,7 @@ def parse_url(url: object, also: Collection[str] = ()) -> StoreUrl:
             `azure`, `abfs` and `abfss`), `file:///absolute/path` or `memory://name/prefix`; or one
             of a scheme that fsspec knows (`sftp://host/prefix`, `hf://…`). A slash at the end is
             dropped.
-        also: further schemes that are known: those of a filesystem that the caller has.
+        also: further schemes to take: those of a filesystem that the caller has.
 
     Raises:
         InvalidUrlError: not a `str`, no or an unknown scheme, no bucket, credentials inside the
@@ -105,6 +105,7 @@ def parse_url(url: object, also: Collection[str] = ()) -> StoreUrl:
     if not isinstance(url, str):
         raise InvalidUrlError(_not_a_string_text(url))
     head, separator, rest = url.partition("://")
+    # With a '/' or '@' before it, the `://` is not behind a scheme.
     if not separator or "/" in head or "@" in head:
         raise InvalidUrlError(_no_scheme_text(url))
     if "::" in head:
@@ -118,6 +119,7 @@ def parse_url(url: object, also: Collection[str] = ()) -> StoreUrl:
         return _file_url(url, rest)
     if scheme is not None:
         return _bucket_url(url, scheme, rest)
+    # Another tool's name of our schemes (s3a) is an error that says ours, even if fsspec knows it.
     if name in also or (name not in _OTHER_NAMES and is_known_to_fsspec(name)):
         return _fsspec_url(url, name, rest)
     our_url = _from_web_address(url)
@@ -166,9 +168,9 @@ def check_prefix(prefix: str) -> str:
 
 
 def _masked(url: str) -> str:
-    """A refused URL in quotes for a message, with `***` for what may be a secret.
+    """Return a refused URL in quotes for a message, without what may be a secret.
 
-    That is all before the last `@` (a user's name, a password), or else the query.
+    That is all before the last `@` (a user's name, a password), and the query.
     """
     head, separator, rest = url.rpartition("://")
     rest, query, _ = rest.partition("?")
@@ -195,6 +197,7 @@ def _checked_url_prefix(prefix: str, url: str) -> str:
 def _bucket_url(url: str, scheme: Scheme, rest: str) -> StoreUrl:
     """Read the URL of a bucket; say what is wrong with one that cannot be."""
     bucket, _, prefix = rest.partition("/")
+    # A match is a URL as Hadoop writes it: `container@account.dfs.core.windows.net`.
     hadoops = _AZURE_ACCOUNT.match(bucket) if scheme == "az" else None
     if hadoops:
         container, account = hadoops.groups()
@@ -248,7 +251,7 @@ def _fsspec_url(url: str, scheme: str, rest: str) -> StoreUrl:
     user, at, _ = authority.rpartition("@")
     # github://org:repo@branch holds no password.
     if at and ":" in user and scheme != "github":
-        # Not repeated: it is a password.
+        # The URL is not repeated, because it holds a password.
         raise InvalidUrlError(
             f"a password does not belong in a {scheme}:// URL; pass it in storage_options"
         )
@@ -283,7 +286,7 @@ def _no_scheme_text(url: str) -> str:
 
 
 def _from_web_address(url: str) -> str | None:
-    """Return what to write for the address of an object or a bucket on the web."""
+    """Return what to write for the address of a bucket or an object on the web; None for others."""
     address = url.partition("?")[0]
     for pattern, scheme in _WEB_ADDRESSES:
         match = pattern.match(address)

@@ -122,12 +122,12 @@ class PinnedStore(WrappedStore):
         return body
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """Iterate over the objects below a prefix, whose versions count where a listing has them.
+        """Iterate over the objects below a prefix; check their versions if a listing tells them.
 
         Raises:
             PreconditionFailedError: another writer replaced an object.
         """
-        # Without conditional updates a version may be empty.
+        # A store without conditional updates may give empty versions, which tell nothing.
         claims = self.capabilities
         tells_versions = claims.listed_versions and claims.conditional_update
         for meta in self.inner.list(prefix):

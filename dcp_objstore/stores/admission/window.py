@@ -226,7 +226,7 @@ class Window(msgspec.Struct, frozen=True):
             busy = max(in_flight, self.round.in_flight)
             size = min(self.allowed(), busy) * _SLOW * timeout_seconds / seconds
             return replace(window, size=max(LEAST_WINDOW, size), trying=None, cut_at=now)
-        # A window of answers adds one request. Where nothing is throttled, answers add requests only
+        # A window of answers adds one request. If nothing is throttled, answers add requests only
         # up to a near store's window; `_after_round` tries larger ones.
         most = window.most if window.is_throttled else _NEAR_MOST
         return replace(window, size=max(window.size, min(window.size + 1 / window.size, most)))
