@@ -267,7 +267,7 @@ def _raise_lowest(
     suffix = f" (also failed: {first_few(others, _OTHERS_SHOWN)})" if others else ""
     if not isinstance(cause, DcpObjstoreError):
         cause = typed(cause, first, url)
-    # It stands for what torch raises once it no longer knows the group.
+    # A RankFailedError stands here for what torch raises once it no longer knows the group.
     if gone and isinstance(cause, RankFailedError):
         raise gone_error(url) from cause
     # The error may have the rank within the group; replace it by the global rank.

@@ -180,9 +180,9 @@ def _new_group(
         ranks = dist.get_process_group_ranks(process_group)
         return _connect(timeout, ranks=ranks, use_local_synchronization=True)
     if number is None:
-        # The group of another purpose cannot carry a number: its thread may be using it.
+        # No group of a purpose other than `CALLS` carries a number: its thread may be using it.
         carrier = _world() if torch_private.has_cpu_backend(_world()) else _existing(CALLS, None)
-        if carrier is None:
+        if carrier is None:  # torch names the group by its count
             return _connect(timeout)
         numbers = [secrets.randbits(62)]  # rank 0's replaces that of the others
         dist.broadcast_object_list(numbers, group=carrier, group_src=0)

@@ -201,7 +201,7 @@ class StepConsensus:
         self._agree(round_number, boundary)
 
     def _check_or_request(self, round_number: int, reasons: frozenset[str]) -> bool:
-        """Return whether a rank has requested something; if none has, request what we have."""
+        """Return whether a rank has requested something; if not, and for any reason, request it."""
         if self._store is None:
             return False
         key = f"{round_number}/request"

@@ -79,7 +79,7 @@ def _write_files(
     rank, _ = rank_and_world_size()
     # What is written last counts. A rank that the save did not have writes no files of its own.
     for files in (*reversed(of_ranks), *of_ranks[rank : rank + 1]):
-        # What is no dict is no files either: it fails the check below.
+        # A value that is not a dict has no files, and must fail the check below.
         contents = files.values() if isinstance(files, Mapping) else [None]
         if not all(isinstance(content, bytes) for content in contents):
             raise StateMismatchError(

@@ -290,7 +290,8 @@ class _ObjectStore:
 
         def remove() -> None:
             try:
-                # It may be the newest: Lightning's tuner saves one only for a moment.
+                # None: claims do not matter. It may be the newest: Lightning's tuner saves one only
+                # for a moment.
                 self.deletions.delete(StoreSpec(url, **self.access), None, allow_newest=True)
             except errors.CheckpointNotFoundError:
                 pass

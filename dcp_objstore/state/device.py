@@ -382,6 +382,7 @@ def plan_ring(largest_bytes: int, concurrency: int, budget_bytes: int) -> RingPl
         concurrency: the largest number of requests in flight.
         budget_bytes: memory for the ring and the bodies together.
     """
+    # The power of two that holds the largest body: torch makes pinned memory in such sizes.
     slot_bytes = 1 << (max(1, largest_bytes) - 1).bit_length()
     units = budget_bytes // slot_bytes  # a request takes three of these: its body two, its slot one
     if units < 3:

@@ -244,7 +244,8 @@ def fill_order(tensors: Mapping[str, Sequence[torch.Tensor]]) -> FillOrder:
     """
     regions: list[_Region] = []
     for key, key_tensors in tensors.items():
-        # A wrapper has a region for each tensor that it is made of; a plain tensor has one.
+        # A key has a region for each part of its tensors. A wrapper has several parts; a plain
+        # tensor is its own only part.
         for same_parts in zip(*map(parts, key_tensors), strict=True):
             nonempty = [part for part in same_parts if part.numel()]
             if nonempty:
