@@ -349,7 +349,7 @@ def _plan(
         if name.endswith(".ckpt") and META_KEY in source.values and not rename:
             nest = partial(nest_for_lightning, checkpoint.nested, trust_pickle=trust_pickle)
         after_shards = [torch_file(name, tensors, lambda filled: nest({**filled, **source.values}))]
-    elif not is_torch:
+    elif not is_torch:  # one file of safetensors
         after_shards = [safetensors_file(name, list(tensors), tensors, names)]
     if is_first(group):
         small_files = copied()
@@ -370,6 +370,7 @@ def _plan(
         tensors=tensors,
         own_shards=share_out(shard_files, count_ranks(group))[rank_in(group)],
         after_shards=after_shards,
+        # The deciding file is the last of `after_shards`, and of all names.
         names=tuple(file.name for file in (*after_shards[:-1], *shard_files, *after_shards[-1:])),
         left_out=() if is_torch else tuple(key for key in source.keys if key not in tensors),
         stem=stem,

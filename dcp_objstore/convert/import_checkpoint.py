@@ -229,7 +229,7 @@ class SourcePlanner(AgreeingSavePlanner):
         """Override `DefaultSavePlanner.resolve_data`; called in the order of upload."""
         if not self._is_read(write_item) or write_item.tensor_data is None:
             return super().resolve_data(write_item)
-        # Only the size counts here, so the slab need not have the key of the source.
+        # Only its size and box count here, so the slab need not have the key of the source.
         slab = _slab(write_item, write_item.index.fqn)
         if slab.size_bytes:
             return next(self._tensors)
