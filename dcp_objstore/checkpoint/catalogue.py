@@ -300,9 +300,9 @@ def step_names(objects_at: Mapping[str, Objects], *, bare: bool = False) -> set[
     """Return the names of the steps of a run that have a marker.
 
     Args:
-        bare: also of those that have nothing else. A deleted step keeps just its marker, for ever,
-            while a committed step also has its index, which was put before the marker. So without
-            this, deleted steps cost no requests.
+        bare: return the steps that have nothing but a marker, too. A deleted step keeps just its
+            marker, for ever, while a committed step also has its index, which was put before the
+            marker. So by default deleted steps cost no requests.
     """
     directly_below = (name for name in objects_at if name and "/" not in name)
     least = 1 if bare else 2  # objects, the marker among them

@@ -245,6 +245,7 @@ def _take(
             )
         return again.version
 
+    # Only the number changes, so the same steps count until the last PUT below.
     claim_version = put(old_claim.version if old_claim else None, old.base, old.going_back)
     base = _decide_base(open_step, old, number, tries)
     # If the last job was going back, `_decide_base` may have fenced its step, with `number` as the
@@ -439,8 +440,8 @@ def confirm(
 
     Raises:
         SupersededError: a newer job claimed the run.
-        CommitUnknownError: `_CLAIM` could not be read, not even with retries until the deadline if
-            these may help.
+        CommitUnknownError: `_CLAIM` could not be read. An error that may pass is retried until the
+            deadline.
         CheckpointCorruptError: `_CLAIM` was removed or damaged, or replaced by an older one.
     """
     tries = clock.tries()
@@ -449,7 +450,7 @@ def confirm(
             stored = read_claim(run, expected=True)
             break
         except errors.CheckpointCorruptError:
-            raise  # `read_claim` has read `_CLAIM` twice before it says that it is damaged
+            raise  # `read_claim` calls `_CLAIM` damaged only after it has read it twice
         except errors.DcpObjstoreError as error:
             if not isinstance(error, errors.RetryableError) or not tries.pause():
                 raise errors.CommitUnknownError(

@@ -67,8 +67,9 @@ class Clock:
 
         Args:
             on_retry: what `Tries` calls before each retry.
-            most_seconds: an earlier deadline, if it is one. Default: none.
+            most_seconds: the seconds until the deadline, if fewer than this clock's.
         """
+        # None: the number of retries has no bound.
         policy = RetryPolicy(
             None,
             min(self.deadline_seconds, most_seconds),
@@ -86,7 +87,7 @@ def pause_or_raise(
     tries: Tries,
     text: str = "others kept changing this checkpoint until the deadline; try again",
 ) -> None:
-    """Pause before the next try of a change that another job came before.
+    """Pause before the next try of a change, after another job has made its own first.
 
     Raises:
         RetryableError: the deadline has passed; `text` is its message.

@@ -622,6 +622,7 @@ def _check_chunks(index: Index, group: Group) -> None:
     ascends, tied = np.zeros(len(same_tensor), dtype=bool), same_tensor.copy()
     # By dimension, because a matrix of 64-bit numbers may be 60 times as large as the index.
     for axis, (offset, size) in enumerate(zip(group.offsets.T, group.sizes.T, strict=True)):
+        # By `clip` the difference is not negative, which an unsigned number cannot be.
         limit = shapes[owner, axis]
         inside &= (offset <= limit) & (size <= limit - offset.clip(max=limit))
         volumes *= size

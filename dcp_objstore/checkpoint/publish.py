@@ -80,7 +80,8 @@ def publish_dot_metadata(
         commit_id: the commit that `body` describes.
         tries: bounds when a PUT may start.
         condition: that `.metadata` is as the save saw it: `dot_metadata` of the commit's result.
-            Then the commit has just checked the marker. Default: this call reads both.
+            Then the commit has just checked the marker. Default: this call reads the version of
+            `.metadata`, and checks the marker.
         fenced: False on a store without conditional writes (rule 11 of `commit`).
 
     Returns:
@@ -161,7 +162,7 @@ def _needed_change(store: ObjectStore, marker: Marker, dot_metadata: DotMetadata
         body, meta = store.get(DOT_METADATA_KEY, max_size_bytes=MAX_SIZE_BYTES)
     except (ObjectNotFoundError, CorruptDataError):
         body = None  # missing, or larger than this package writes
-    if index is None:
+    if index is None:  # the marker is a tombstone
         is_left_over = body is not None and dot_metadata.is_ours(body)
         return _Needed("removed" if is_left_over else None)
     if body is not None and dot_metadata.describes(body, index):

@@ -194,8 +194,8 @@ def check_grace(grace_seconds: float) -> float:
     Raises:
         ConfigError: it is not a number, or less than an hour.
     """
-    number = isinstance(grace_seconds, (int, float))
-    if not number or not LEAST_GRACE_SECONDS <= grace_seconds < float("inf"):
+    is_number = isinstance(grace_seconds, (int, float))
+    if not is_number or not LEAST_GRACE_SECONDS <= grace_seconds < float("inf"):
         raise ConfigError(
             f"grace_seconds must be a number of at least {LEAST_GRACE_SECONDS:.0f} (an hour), got"
             f" {grace_seconds!r}: what is younger may belong to a save that is under way"

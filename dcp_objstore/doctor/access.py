@@ -33,7 +33,10 @@ _PATIENCE_SECONDS = 10.0
 
 
 def versions() -> Verdict:
-    """Return the versions of this library and of what carries its requests; import nothing."""
+    """Return the versions of Python, of this library and of the packages that it sends requests by.
+
+    Nothing is imported for it.
+    """
     installed = {"python": platform.python_version()}
     for name in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

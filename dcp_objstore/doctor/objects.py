@@ -135,7 +135,8 @@ class ObjectChecks:
         try:
             self._put_in_parts("abort", two_parts_and_an_error())
         except _EndedOnPurposeError as error:
-            abort_failed = error.advice == LEFTOVER_ADVICE  # `put_stream` has added it
+            # `put_stream` adds this advice to an error if it could not abort the upload.
+            abort_failed = error.advice == LEFTOVER_ADVICE
         unfinished_uploads = self._count_unfinished()
         if abort_failed or unfinished_uploads:
             # Raised, so that the advice names the right to abort.
