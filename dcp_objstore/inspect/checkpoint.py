@@ -133,12 +133,13 @@ class TensorEntry:
 
         dtype = self.dtype
         if dtype is None:
-            self.read()  # raises the error that names the dtype
+            self.read()  # this always raises the error that names the dtype
             raise AssertionError
         new_tensor(self.key, (), dtype, "meta")  # refuses what no new tensor can hold
         sizes_bytes = [math.prod(sizes) * dtype.itemsize for _, sizes in self.chunks]
         are_blobs = self.checkpoint._stored.items.are_blobs
-        if are_blobs and sum(sizes_bytes) == self.nbytes:  # no overlaps
+        # If the sizes do not add up to the tensor's, chunks overlap, and would be read twice.
+        if are_blobs and sum(sizes_bytes) == self.nbytes:
             chunks = zip(self.chunks, sizes_bytes, strict=True)
             return [Slab(self.key, Box(*chunk), size) for chunk, size in chunks if size]
         starts = sorted({offsets[0] for offsets, _ in self.chunks if offsets})
@@ -402,10 +403,10 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
     def _check_whole(self, keys: Sequence[str]) -> None:
         """Raise if elements of these tensors are missing, or the objects cannot hold so many.
 
-        A read plans each part of a tensor, and a `.metadata` of a few bytes may claim one
-        of any size. (The digests in an index bound what it may claim, and the headers of
-        safetensors were compared with the sizes of the files.) If much is claimed, this takes a
-        HEAD for each object.
+        A read plans every part of a tensor before it fetches any, but a `.metadata` of a few bytes
+        may claim a tensor of any size. So if a `.metadata` claims much, this compares it with the
+        sizes of the objects, by a HEAD for each. (The digests in an index bound what the index may
+        claim, and the headers of safetensors were compared with the sizes of the files.)
         """
         self._stored.check_whole(keys)
         if not self._stored.items.are_blobs:

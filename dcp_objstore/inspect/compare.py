@@ -57,7 +57,8 @@ class _Digester:
         if type(value) in _ATOMS or isinstance(value, _NAMED):
             return xxhash.xxh3_128_digest(pickle.dumps(value, _PROTOCOL))
         if id(value) not in self._known:
-            # If it contains itself, its number stands for it there.
+            # If the value contains itself, this number stands for it there. Then the digest takes
+            # the number's place.
             self._known[id(value)] = b"%16d" % len(self._known), value
             self._known[id(value)] = self._digest_whole(value), value
         digest, _ = self._known[id(value)]
@@ -71,7 +72,8 @@ class _Digester:
         if kind in (set, frozenset):
             return _hash(kind.__name__, sorted(map(self.digest, value)))
         if kind in _TENSORS and value.layout is torch.strided and not value.is_quantized:
-            # A copy is contiguous and has its bits in memory, also if it was a conjugated view.
+            # The memory of a view may be in another order, or hold conjugated numbers. That of a
+            # contiguous copy has the elements as they are.
             memory = value.detach().cpu().clone(memory_format=torch.contiguous_format)
             bits = memory.reshape(-1).view(torch.uint8).numpy()
             return self._digest_parts("tensor", (kind, value.dtype, tuple(value.shape)), bits)
@@ -89,12 +91,14 @@ class _Digester:
         kind = type(value)
         reducer = copyreg.dispatch_table.get(kind)
         reduced = reducer(value) if reducer else value.__reduce_ex__(_PROTOCOL)
-        if isinstance(reduced, str):  # a constant of a module
+        if isinstance(reduced, str):  # the name of a constant in a module
             return _hash(reduced, [self.digest(kind)])
+        # A pickler would call the function with the arguments, and then set the state, append the
+        # items and set the entries (pairs of a key and a value). The last three may be left out.
         function, arguments, *optional = reduced
         state, items, entries = (*optional, None, None, None)[:3]
         pairs = [self._digest_parts("entry", entry) for entry in entries or ()]
-        if not isinstance(value, OrderedDict):
+        if not isinstance(value, OrderedDict):  # the order of other dicts does not count
             pairs.sort()
         parts = (function, arguments, state, *(items or ()))
         return _hash("object", [self._digest_parts("made", parts), *pairs])

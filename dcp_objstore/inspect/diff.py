@@ -166,6 +166,7 @@ def diff(
         if key in first and key in other and _is_tensor(first, key) == _is_tensor(other, key):
             comparison.compare(key)
             continue
+        # A key that is a tensor in one and a value in the other counts as removed and as added.
         if key in first:
             removed.append(key)
         if key in other:
@@ -222,6 +223,7 @@ class _Comparison:
         first, other = self._pair
         differs = _differs(first._stored.index, other._stored.index, key)
         if not _is_tensor(first, key):
+            # Pickles of equal values may have different bytes, so the values are read.
             if differs is not False:
                 self._values_to_read[key] = differs
             return
@@ -260,8 +262,8 @@ class _Comparison:
         slabs: list[Slab] = []
         for checkpoint in self._pair:
             checkpoint._check_whole(self._tensors_to_read)
-        # The chunks of a checkpoint by another library are read as a whole, so it gives the slabs.
-        # (False sorts first.)
+        # The chunks of a checkpoint by another library can only be read as a whole. So if another
+        # library wrote one of the two, its chunks are the slabs. (`min` prefers False.)
         gives_slabs = min(self._pair, key=lambda checkpoint: checkpoint.commit_id is not None)
         for key in self._tensors_to_read:
             entry = gives_slabs[key]
@@ -301,19 +303,22 @@ class _Comparison:
                         key=key, is_known=True, value=first[key], other_value=other[key]
                     )
                     self.values.append(difference)
-            elif digests_differ:
+            elif digests_differ:  # at least one is not trusted, and so is not unpickled
                 self.values.append(ValueDifference(key=key, is_known=False))
             else:
-                # Only a read of the value can tell. Raise the error of the one that is not trusted.
+                # There are no digests, so only a read could tell. This read raises the error of the
+                # value that is not trusted.
                 untrusted = self._pair[1] if key in first else self._pair[0]
                 untrusted.read(key, progress=False)
 
 
 def _differs(first: Index | None, other: Index | None, key: str) -> bool | None:
     """Whether the digests of a key differ; None if they cannot tell."""
-    if first is None or other is None:
+    if first is None or other is None:  # another library's, without digests
         return None
     if key in first.tensors:
+        # Equal tensors have other digests if they are cut into other chunks, or if only one of them
+        # is stored as a pickle.
         boxes = zip(first.boxes(key), other.boxes(key), strict=True)
         if not all(np.array_equal(numbers, other_numbers) for numbers, other_numbers in boxes):
             return None
@@ -331,7 +336,8 @@ def _is_pickled(index: Index | None, key: str) -> bool:
 def _trusted(checkpoint: Checkpoint, keys: Sequence[str]) -> dict[str, Any]:
     """Read values, but not those that `weights_only=True` refuses.
 
-    One refused value ends a read of several, so this reads halves until it is alone.
+    A read of several values fails if one of them is refused. So this reads them in halves, and each
+    half in halves, until the refused value is alone.
     """
     if not keys:
         return {}

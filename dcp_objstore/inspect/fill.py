@@ -79,8 +79,8 @@ def new_tensors(
 ) -> list[torch.Tensor]:
     """Allocate CPU tensors in one piece of memory.
 
-    It goes back to the system when the last of them dies. The C library would keep some
-    hundred MiB of many pieces below 32 MiB.
+    This memory goes back to the system when the last of the tensors dies. If each tensor had its
+    own piece, of less than 32 MiB, the C library would keep some hundred MiB of them.
 
     Args:
         wanted: shape and dtype of each.
@@ -146,7 +146,7 @@ def read_new(
     def destination_of(item: ReadItem) -> Destination:
         key = item.dest_index.fqn
         if is_value(item):
-            # It was test-loaded with `weights_only=True`, or the user trusts it.
+            # `run_load` passes on only values that are safe to unpickle, or that the user trusts.
             return lambda body: content.update({key: unpickled(body, weights_only=False)})
         box = Box(tuple(item.dest_offsets), tuple(item.lengths))
         return narrow(content[key], box)

@@ -66,7 +66,7 @@ def _hint(keys: Collection[str], pattern: str) -> str:
     if below:
         return f"; '{pattern}.*' matches {below}"
     stem = _WILDCARDS.split(pattern, maxsplit=1)[0].rstrip(".") or pattern
-    # The nearest of `modl.*` is not a key but what keys begin with.
+    # For `modl.*` the nearest name is not a whole key but the beginning of keys: `model`.
     heads = dict.fromkeys(".".join(key.split(".")[: stem.count(".") + 1]) for key in keys)
     near = nearest(stem, [*(keys if stem == pattern else ()), *heads])
     return f" (nearest: {first_few(near, 3)})" if near else ""
@@ -92,6 +92,7 @@ def box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, list[int]]:
     count = len(parts) - len(ellipses)
     if count > len(shape):
         raise IndexError(f"too many indices: the tensor has {len(shape)} dimensions, got {count}")
+    # The Ellipsis, or the end of the index, stands for all dimensions that are not named.
     parts[position : position + 1] = [slice(None)] * (len(shape) - count)
     offsets, sizes, kept_sizes = [], [], []
     for dim, (part, extent) in enumerate(zip(parts, shape, strict=True)):
@@ -147,7 +148,9 @@ def nested(
         CheckpointCorruptError: two places contradict each other, or leave too much of lists empty.
     """
     result: dict[str, Any] = {}
-    room = _MOST_ABSENT  # for further entries of lists: each step of a place may fill one
+    # The number of entries of lists that may still be filled with None. Each step of a place adds
+    # one, because it may use an entry itself.
+    room = _MOST_ABSENT
     for key, value in flat.items():
         place = (places or {}).get(key, (key,))
         room += len(place)
@@ -158,7 +161,7 @@ def nested(
                 inner = {} if isinstance(following, str) else []
                 container[step] = inner
             container = inner
-        if not place:
+        if not place:  # an empty place is no place in a dict
             raise _contradiction(key)
         present, room = _entry_at(container, place[-1], key, room)
         if present is not None:

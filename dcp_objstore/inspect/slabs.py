@@ -60,14 +60,14 @@ def cut(
         most_bytes: the size of the largest slab.
     """
     size_bytes = math.prod(shape) * dtype.itemsize
-    if not size_bytes:
+    if not size_bytes:  # it has no elements
         return
-    if not shape:
+    if not shape:  # a scalar
         yield Slab(key, Box((), ()), size_bytes)
         return
     extent, *rest = shape
     row_bytes = size_bytes // extent
-    if row_bytes > most_bytes:
+    if row_bytes > most_bytes:  # each row has to be cut itself
         for row in range(extent):
             for _, box, part_bytes in cut(key, rest, dtype, most_bytes=most_bytes):
                 yield Slab(key, Box((row, *box.offsets), (1, *box.sizes)), part_bytes)
@@ -78,6 +78,8 @@ def cut(
     while begin < extent:
         end = min(extent, begin + most_rows)
         if end < extent:
+            # Move `end` back to where a digest block ends in the chunk that holds it, unless that
+            # would leave nothing.
             chunks_before = bisect_right(starts, end)
             chunk_start = starts[chunks_before - 1] if chunks_before else 0
             block_end = end - (end - chunk_start) % rows_of_blocks
@@ -106,7 +108,7 @@ def read_ahead(
     with closing(ahead(windows, read, _WINDOWS_AHEAD, check)) as arriving:
         for tensors in arriving:
             tensors.reverse()
-            while tensors:  # this keeps none that it has yielded
+            while tensors:  # popped, so that this keeps no tensor that it has yielded
                 yield tensors.pop()
 
 
@@ -147,11 +149,11 @@ def in_windows(
     size_of: Callable[[T], int],
     are_apart: Callable[[T, T], bool] = lambda _, __: False,
 ) -> Iterator[list[T]]:
-    """Yield items in lists of at most so many bytes, or of one item.
+    """Yield items in lists of at most `most_bytes`, or of a single larger item.
 
     Args:
         items: the items, in their order.
-        most_bytes: the size of the largest list.
+        most_bytes: the size of the largest list of several items.
         size_of: returns the size of an item.
         are_apart: returns whether an item cannot follow another one in a list.
     """

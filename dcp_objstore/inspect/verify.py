@@ -122,10 +122,11 @@ class _Verification:
         self._channel = channel
         self._exists = False  # whether the store has said that the checkpoint is not gone
         self._lock = threading.Lock()
-        # By place, not by identity: a request may arrive in pieces, which are temporary objects.
+        # The pieces that have differed in one read, and the pieces whose result counts. Both are
+        # kept by place: a request may arrive in parts, whose spans are temporary objects.
         self._differed_once: set[_Place] = set()
         self._compared: set[_Place] = set()
-        self._framing: dict[int, _Framing] = {}
+        self._framing: dict[int, _Framing] = {}  # by the number of the object
 
     def run(
         self, index_body: bytes, *, quick: bool, deep: bool, only_key: str | None
@@ -143,9 +144,10 @@ class _Verification:
         """
         objects, sizes = self._index.objects, self._sizes()
         payload = self._payload(sizes)
-        if only_key in self._index.keys:
+        if only_key in self._index.keys:  # no key, or one that is not there, selects all blocks
             payload = [span for span in payload if span.tag.key == only_key]
         if not quick:
+            # The framing of an object is compared only if the object has its size.
             whole = [number for number, size in sizes.items() if size == objects[number].size_bytes]
             self._read(payload, whole if deep else ())
         if deep:
@@ -170,14 +172,15 @@ class _Verification:
     def _consume(self, request: RangeRequest[Piece], body: Buffer) -> None:
         """Compare the pieces of a body; a piece that differs is read again before it counts.
 
-        The threads of `fetch_ranges` call this, and it reads a range again that this calls corrupt.
+        `fetch_ranges` calls this in its threads. It reads a range again for which this raises
+        CheckpointCorruptError.
         """
         view = memoryview(body)
         different, framing = [], []
         unchecked = self._unchecked(request.spans)
         for span in unchecked:
             part = view[span.start - request.start : span.end - request.start]
-            if span.tag.digest is None:
+            if span.tag.digest is None:  # a piece between payloads
                 framing.append((span.tag.number, bytes(part)))
             elif block_digest(part) != span.tag.digest:
                 different.append(span)
@@ -231,7 +234,8 @@ class _Verification:
             with suppress(ObjectNotFoundError):
                 if self._store.head(entry.key).size_bytes == entry.size_bytes:
                     return entry.size_bytes
-            # One answer may be wrong; two are a proof.
+            # The object seems to be missing or to have another size. One answer may be wrong, so
+            # the second one counts.
             return self._store.head(entry.key).size_bytes
 
         sizes = {}
@@ -252,7 +256,11 @@ class _Verification:
         return sizes
 
     def _payload(self, sizes: Mapping[int, int]) -> list[Span[Piece]]:
-        """Return all blocks of payload within objects of these sizes; note those after an end."""
+        """Return the blocks of payload that lie within objects of these sizes.
+
+        A block that reaches beyond the end of its object is noted as damaged. Blocks of missing
+        objects are left out: the object was noted.
+        """
         spans = []
         for span in payload_blocks(self._index):
             if span.end <= sizes.get(span.object_number, 0):
@@ -281,7 +289,9 @@ class _Verification:
         try:
             broken = self._compare(requests)
             suspects = self._differing_framing()
-            if suspects:  # as for blocks: the transfer may be damaged, not the checkpoint
+            # Like blocks, framing is read twice before it counts as damaged: the transfer may have
+            # been damaged, and not the checkpoint.
+            if suspects:
                 framing = [span for span in framing if span.object_number in suspects]
                 self._compared.difference_update(map(_place, framing))
                 self._framing = {number: _Framing() for number in suspects}
@@ -291,7 +301,7 @@ class _Verification:
                 error.add_note(f"damaged so far: {damage.text}")
             raise
         for entry in self._differing_framing().values():
-            if entry.key not in broken:
+            if entry.key not in broken:  # what is broken was noted already
                 text = f"{entry.key}: framing or padding differs from what was saved"
                 self._damaged.add(Damage(entry.key, "framing", text=text))
 
@@ -310,8 +320,8 @@ class _Verification:
     def _compare(self, requests: Sequence[RangeRequest[Piece]]) -> set[str]:
         """Fetch and compare; return the keys of objects that are missing or too short after all.
 
-        These are left out and the rest goes on, so each of them takes one more round. They existed
-        with the right size a moment ago, so there are few of them, or the checkpoint is gone.
+        Such an object is noted, and the others are read without it, in another round. Each of them
+        existed with the right size a moment ago. So there are few, or the checkpoint is gone.
         """
         keys = [entry.key for entry in self._index.objects]
         broken: set[str] = set()
@@ -337,6 +347,7 @@ class _Verification:
             except ObjectNotFoundError as error:
                 self._raise_if_checkpoint_gone(error)
                 object_key = error.object_key
+                # Another round would change nothing.
                 if object_key is None or object_key in broken:
                     raise
                 self._note_missing(keys.index(object_key))
@@ -357,6 +368,7 @@ class _Verification:
             text = f"{MARKER_KEY}: counts {self._marker.counts}, the index has {counts}"
             self._damaged.add(Damage(MARKER_KEY, "counts", text=text))
         if _misleads(self._store, index_body):
+            # It may be the `.metadata` of a commit that has replaced this checkpoint.
             self._raise_if_checkpoint_gone(ObjectNotFoundError("", object_key=DOT_METADATA_KEY))
             text = (
                 f"{DOT_METADATA_KEY}: does not describe this checkpoint;"
@@ -365,14 +377,17 @@ class _Verification:
             self._damaged.add(Damage(DOT_METADATA_KEY, "metadata", text=text))
 
     def _raise_if_checkpoint_gone(self, error: ObjectNotFoundError) -> None:
-        """Raise unless only an object is missing: CheckpointGoneError, or why this is unknown.
+        """Raise CheckpointGoneError if the whole checkpoint is gone, and not only an object.
 
-        The store is asked once.
+        If the store does not tell, its error is raised. Once it has said that the checkpoint is
+        there, it is not asked again.
         """
         if self._exists:
             return
         explained = explain_missing(self._store, self._marker.commit_id, error.object_key)
-        if not isinstance(explained, CheckpointCorruptError):
+        if not isinstance(
+            explained, CheckpointCorruptError
+        ):  # which says that only this is missing
             raise explained from error
         self._exists = True
 
@@ -410,16 +425,18 @@ def verify_at(
     channel.show(bar=progress, summary=False)
     with channel.watching():
         try:
-            # If it seems to be replaced, the marker may have been another checkpoint's.
+            # CheckpointGoneError may come from one wrong answer, too: a marker that is not of this
+            # checkpoint. So marker and index are then read once more.
             marker, body, index = retry_damaged(
                 partial(_marker_and_index, store), CheckpointGoneError
             )
             if commit_id not in (None, marker.commit_id):
                 raise explain_missing(store, commit_id, MARKER_KEY)
         except CheckpointNotFoundError as error:
-            if commit_id is not None:
+            if commit_id is not None:  # the checkpoint was there when it was opened
                 raise explain_missing(store, commit_id, MARKER_KEY) from None
             open_stored_checkpoint(spec, verify=False)  # raises why there is nothing
+            # Opening has not raised, so there is a checkpoint of another library.
             raise without_digests(spec.url) from error
         except CheckpointCorruptError as error:
             object_key = error.object_key or MARKER_KEY
@@ -543,10 +560,10 @@ def _misleads(store: ObjectStore, index: bytes) -> bool:
             max_size_bytes=MAX_SIZE_BYTES,
             expected=False,
         )
-    except CorruptDataError:
+    except CorruptDataError:  # `read_record` raises the subclass CheckpointCorruptError
         return True
     except UnsupportedError:
-        pass  # this version cannot make one, either
+        pass  # this version cannot make the `.metadata` of this index, so it cannot compare
     return False
 
 
@@ -573,31 +590,38 @@ def payload_blocks(index: ix.Index) -> Iterator[Span[Piece]]:
 def _elements(index: ix.Index, key: str, row: int, block: int | None = None) -> str:
     """Return the elements that an item or one of its blocks holds, such as `w[0:20, 5:7]`.
 
-    That is the smallest box around them, in the coordinates of the whole tensor. Of what has no
-    elements, such as a pickled value, it is the key.
+    The text names the smallest box around these elements, in the coordinates of the whole tensor.
+    It is the key alone if the item is no box of elements, such as a pickled value or a scalar.
+
+    Args:
+        row: the item's row in the index.
+        block: the number of a block in the item. Default: all of the item.
     """
     tensor, item = index.tensors.get(key), index.item(row)
     itemsize = 0 if tensor is None else ix.ITEM_SIZE_BYTES.get(tensor.dtype, 0)
-    if item.pickled or not itemsize:
+    if item.pickled or not itemsize:  # its bytes are not elements of a known size
         return key
     offsets, sizes = index.box(key, row - index.rows(key).start)
-    if not sizes:
+    if not sizes:  # a scalar: its box has no dimensions
         return key
     starts, ends = [0] * len(sizes), list(sizes)
     if block is not None:
-        # Up to the first dimension in which the block has several rows: the elements 6 to 9 of a
-        # chunk of 5 x 4 are in the rows 1:3, and 4 to 5 in the row 1:2, of which they are 0:2.
+        # The block holds the elements `first` to `last`, counted row-major in the chunk. Each turn
+        # of the loop narrows the box in one dimension. As soon as the elements have more than one
+        # index in a dimension, the dimensions after it stay whole. In a chunk of 5 x 4, elements 4
+        # to 5 are the box [1:2, 0:2], and elements 6 to 9 need the box [1:3, 0:4].
         first = block * BLOCK_SIZE_BYTES // itemsize
         end_bytes = min((block + 1) * BLOCK_SIZE_BYTES, item.payload_length)
         last = end_bytes // itemsize - 1
         for dim in range(len(sizes)):
-            row_elements = math.prod(sizes[dim + 1 :])
-            starts[dim], ends[dim] = first // row_elements, last // row_elements + 1
+            per_index = math.prod(sizes[dim + 1 :])  # elements that have one index here in common
+            starts[dim], ends[dim] = first // per_index, last // per_index + 1
             if ends[dim] - starts[dim] > 1:
                 break
-            first, last = first % row_elements, last % row_elements
+            first, last = first % per_index, last % per_index
     parts = (
-        f"{at + start}:{at + end}" for at, start, end in zip(offsets, starts, ends, strict=True)
+        f"{offset + start}:{offset + end}"
+        for offset, start, end in zip(offsets, starts, ends, strict=True)
     )
     return f"{key}[{', '.join(parts)}]"
 
@@ -614,7 +638,8 @@ def framing_pieces(
     for object_number, in_object in payloads.items():
         position = number = 0
         size_bytes = index.objects[object_number].size_bytes
-        # What follows the last payload lies before an empty one at the end of the object.
+        # An empty payload at the end of the object is added. So each piece lies before a payload,
+        # also what follows the last one.
         for start, end in [*sorted(in_object), (size_bytes, size_bytes)]:
             while position < start:
                 stop = min(start, position + BLOCK_SIZE_BYTES)

@@ -142,7 +142,8 @@ def load(
         with meeting(url_of(reader), process_group or world_group(), advice):
             group = sync_group(process_group, config)
             converted, error = capture(lambda: ConvertedState(state, loading=True, strict=strict))
-            # With read_once the load begins with a collective, so all ranks must agree first.
+            # With read_once opening the checkpoint is a collective, and without it is not. So all
+            # ranks must have passed the same value before the load begins.
             same = {"read_once": bool(read_once)}
             raise_on_all(reader_error or error, url_of(reader), group, advice, same=same)
         assert reader is not None
@@ -154,18 +155,18 @@ def load(
 def _part_advice(left_out: Iterable[str], parts: Iterable[Place], state_keys: Iterable[str]) -> str:
     """Return the advice for a mismatch with a checkpoint that has only a part of some modules.
 
-    It is empty if the state asks for none of these modules.
+    The text is empty if the state asks for none of these modules.
 
     Args:
-        left_out: names of these modules.
-        parts: place of each `trainable` in the state.
+        left_out: names of the modules that were saved as `dos.trainable(...)`, without the rest.
+        parts: the places at which the state has a `dos.trainable(...)`.
         state_keys: keys of the state.
     """
     for name in left_out:
         if not any(key.startswith(f"{name}.") for key in state_keys):
             continue
         text = f"of {name!r} the checkpoint has only what trained when it was saved: load it "
-        if tuple(name.split(".")) in parts:
+        if tuple(name.split(".")) in parts:  # the state has a `dos.trainable(...)` there, too
             return f"{text}into a model in which the same parameters train"
         return f"{text}as dos.trainable(...), into a model that has the frozen weights"
     return ""
@@ -203,12 +204,12 @@ def _run_load(
     except DcpObjstoreError as error:
         advice = error.advice
         if isinstance(error, StateMismatchError):
-            # The planner has no `state_dict` if it failed before DCP set it up.
+            # DCP gives the planner its `state_dict`; a load may have failed before that.
             state_keys = getattr(planner, "state_dict", {})
             advice = _part_advice(reader._left_out(), converted.left_out, state_keys) or advice
-        if planner.reading:
+        if planner.reading:  # some tensors may have been filled before the error
             advice = f"{advice}; {_PARTLY}" if advice else _PARTLY
-        # A copy of the error, whose traceback and cause a user sees as if it were the original.
+        # `advised` copies the error; the copy gets the traceback and the cause of the original.
         raise advised(error, advice or None).with_traceback(
             error.__traceback__
         ) from error.__cause__
@@ -226,7 +227,9 @@ def _run_load(
             len(planner.missing),
             first_few(planner.missing, 5),
         )
-    if reader.last_load is None:  # `read_data` has ended without an error: another rank failed
+    # `read_data` returns without a report if another rank failed. The error of that rank should
+    # have been raised above.
+    if reader.last_load is None:
         raise RankFailedError("another rank has failed without reporting its error", url=url)
     return dataclasses.replace(
         reader.last_load, missing=planner.missing, unexpected=planner.unexpected

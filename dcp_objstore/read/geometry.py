@@ -150,9 +150,10 @@ class Selection:
             position: offset of the block in the chunk.
             into: array of length `count_bytes(position, position + len(block))`.
         """
+        # The elements are moved as numbers of the same size, whatever their dtype is.
         elements: np.ndarray[Any, Any] = block.view(_CARRIERS[self.itemsize])
         packed = into.view(elements.dtype)
-        filled = 0  # elements of `packed`
+        filled = 0  # the number of elements of `packed` that are filled
         for copy in self.copies(position, position + block.nbytes):
             count = math.prod(copy.source_shape)
             box = elements[copy.start : copy.start + count].reshape(copy.source_shape)
@@ -175,10 +176,10 @@ def collapse(shape: tuple[int, ...], wanted: Box) -> tuple[tuple[int, ...], Box]
     Whole rows become one long row, so that row-wise resharding copies in one dimension: the last 3
     rows of shape (4, 10) are the last 30 elements of shape (40,).
     """
-    dims = len(shape)  # those that are left
+    dims = len(shape)  # the number of dimensions that are left
     while dims > 1 and wanted.sizes[dims - 1] == shape[dims - 1]:
         dims -= 1
-    if dims == len(shape):
+    if dims == len(shape):  # there is nothing to merge
         return shape, wanted
     inner = math.prod(shape[dims:])
     return (
@@ -206,14 +207,16 @@ def _runs(shape: tuple[int, ...], wanted: Box, gap: int) -> list[tuple[int, int]
     row_length = math.prod(shape[1:])
     in_row = _runs(shape[1:], Box(wanted.offsets[1:], wanted.sizes[1:]), gap)
     start, end = in_row[0]
-    # Between two rows there is too large a gap. That is also so if a row has several stretches,
-    # because the end of one row is as far from the start of the next as these are from each other.
+    # If the gap between two rows is too large, their stretches are not joined. It is always too
+    # large if a row has several stretches: the last one of a row is at least as far from the first
+    # one of the next row as two stretches of the same row are from each other.
     if start + row_length - end > gap:
         return [
             (number * row_length + low, number * row_length + high)
             for number in range(first, first + count)
             for low, high in in_row
         ]
+    # Each row has one stretch, and all of these are joined.
     return [(first * row_length + start, (first + count - 1) * row_length + end)]
 
 
@@ -232,7 +235,7 @@ def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[int, 
     rows_start = min(end, -(-start // row_length) * row_length)  # where the whole rows begin
     rows_end = max(rows_start, end // row_length * row_length)
     yield from _within_row(shape, start, rows_start)
-    # The whole rows, as one box. If there are none, its first size is 0.
+    # All whole rows are one box. If there is no whole row, the first size of the box is 0.
     zeros = (0,) * (len(shape) - 1)
     rows = (rows_end - rows_start) // row_length
     yield rows_start, Box((rows_start // row_length, *zeros), (rows, *shape[1:]))
@@ -299,13 +302,15 @@ def fills(
         np.array(numbers, dtype=np.int64).reshape(len(sizes), len(shape))
         for numbers in (offsets, sizes)
     )
-    if sum(map(math.prod, extents.tolist())) < math.prod(shape):
+    if sum(map(math.prod, extents.tolist())) < math.prod(shape):  # too few elements
         return False
-    has_elements = (extents > 0).all(axis=1)
+    has_elements = (extents > 0).all(axis=1)  # boxes without elements cover nothing
     starts, ends = starts[has_elements], (starts + extents)[has_elements]
     most_pieces = _LEAST_PIECES + _PIECES_PER_BOX * len(starts)
-    # The box and the cell of each piece. At first each box is one piece, and all lie in one cell.
+    # `boxes` and `cells` have the box and the cell of each piece. At first each box is one piece,
+    # and all pieces lie in one cell.
     boxes, cells, cell_count = np.arange(len(starts)), np.zeros(len(starts), np.int64), 1
+    # In a dimension that every box fills there is nothing to cut.
     is_divided = ((starts > 0) | (ends < np.array(shape))).any(axis=0)
     for dim in map(int, np.flatnonzero(is_divided)):
         cuts = np.unique(np.concatenate([starts[:, dim], ends[:, dim], [0, shape[dim]]]))
@@ -314,7 +319,8 @@ def fills(
         width = len(cuts) - 1
         first = cells * width + np.searchsorted(cuts, starts[boxes, dim])
         after = cells * width + np.searchsorted(cuts, ends[boxes, dim])
-        # The new cells lie between the ends of pieces; what no piece covers is a cell, too.
+        # A new cell lies between two neighbouring ends of pieces. A stretch that no piece covers is
+        # a cell, too.
         edges = np.unique(np.concatenate([first, after, [0, cell_count * width]]))
         first, after = np.searchsorted(edges, first), np.searchsorted(edges, after)
         lengths = after - first  # the number of new cells of each piece
@@ -328,4 +334,4 @@ def fills(
         cells = np.arange(lengths.sum()) + np.repeat(first - np.cumsum(lengths) + lengths, lengths)
         boxes = np.repeat(boxes, lengths)
         cell_count = len(edges) - 1
-    return len(np.unique(cells)) == cell_count
+    return len(np.unique(cells)) == cell_count  # each cell has a piece

@@ -122,14 +122,15 @@ class ItemRead:
             try:
                 self._load_tensor(self._destination)
             except Exception as error:  # noqa: BLE001 - `finish` raises it
-                # An error raised in a worker would make it fetch the last range again.
+                # If the worker raised the error here, it would fetch the last range again.
                 self._error = typed(error, None, None).at(key=self.item.dest_index.fqn)
         on_complete = self._on_complete
-        del self._on_complete  # it refers to the queue that holds this read: a reference cycle
+        # It refers to the queue that holds this read, which would be a reference cycle.
+        del self._on_complete
         on_complete(self)
 
     def finish(self, *, trust_pickle: bool) -> None:
-        """Pass a value on, or raise what went wrong with a tensor.
+        """Pass a value to its destination, or raise what went wrong with a tensor.
 
         Raises:
             UntrustedPickleError: the value needs `trust_pickle` or a declared safe global.
@@ -147,7 +148,7 @@ class ItemRead:
                 self._destination(body)
             except DcpObjstoreError as error:
                 raise error.at(key=key) from None
-            except Exception as error:
+            except Exception as error:  # of torch, or of the user's planner
                 raise self._not_built(error, body) from error
 
     def _not_built(self, error: Exception, body: io.BytesIO) -> DcpObjstoreError:
@@ -172,7 +173,7 @@ class ItemRead:
             StateMismatchError: torch cannot copy the tensor into the destination, or it is
                 quantized and the destination is not quantized in the same way.
             UntrustedPickleError: the tensor is of a class that torch does not load safely.
-            DcpObjstoreError: the tensor cannot be built, as `not_built` says.
+            DcpObjstoreError: the tensor cannot be built; `not_built` chooses the type.
         """
         key = self.item.dest_index.fqn
         body = self.location.undo_transforms(self.take(), key)
@@ -203,6 +204,8 @@ class ItemRead:
                 f" {wanted}",
                 key=key,
             )
+        # A copy into a plain destination would lose the class of a stored wrapper. `takes` may
+        # keep the tensor itself instead.
         loses_class = is_wrapper(tensor) and not is_wrapper(destination)
         if loses_class and self.takes is not None and self.takes(key, tensor, wanted.sizes):
             return
@@ -210,7 +213,7 @@ class ItemRead:
             copy_elements(_part_for(destination, tensor, wanted), destination)
         except StateMismatchError as error:
             raise error.at(key=key) from None
-        except torch.OutOfMemoryError:  # the tensors may fit each other
+        except torch.OutOfMemoryError:  # it does not mean that the tensors do not fit each other
             raise
         except Exception as error:
             raise StateMismatchError(
@@ -264,7 +267,7 @@ class CompletionQueue:
         """Block a worker until the queue is within its limit or the transfer is stopped."""
         with self._changed:
             if self.is_full:
-                progress.check_stopped()  # then nobody drains the queue any more
+                progress.check_stopped()  # raises, since nobody drains the queue after a stop
                 has_room = partial(self._changed.wait_for, lambda: not self.is_full)
                 wait_in_steps(has_room, check=progress.check_stopped, step_seconds=STEP_SECONDS)
 

@@ -128,7 +128,8 @@ class IndexItems:
         if tensor is not None:
             _, chunk_sizes = self._index.box(key, row - self._index.rows(key).start)
             sizes = tuple(chunk_sizes)
-            # Raw elements; or torch does not know the dtype, and `StoredCheckpoint.item` says so.
+            # Only raw elements have a dtype. A dtype that is unknown here is kept in any case,
+            # because `StoredCheckpoint.item` names it in an error.
             if not item.pickled or known_dtype(tensor.dtype) is None:
                 dtype = tensor.dtype
         return ItemLocation(
@@ -138,8 +139,8 @@ class IndexItems:
             sizes=sizes,
             dtype=dtype,
             digests=item.digests or None,
-            # torch does not compress, so an item never unpacks to more than is stored; if it
-            # would, this library did not write it.
+            # An item that this library wrote never unpacks to more bytes than are stored, because
+            # torch does not compress.
             limit_bytes=None if dtype is not None else item.payload_length,
         )
 
@@ -173,6 +174,7 @@ class StockItems:
     ) -> None:
         self.metadata = metadata
         self.paths: Paths = metadata.planner_data
+        # A `.metadata` does not tell an int that was a key of a dict from a position in a list.
         self.literal_keys: dict[str, tuple[int, ...]] = {}
         self._locations = locations
 
@@ -224,15 +226,17 @@ class RenamedItems:
 
     def __init__(self, items: IndexItems | StockItems, rename: Rename) -> None:
         self._items = items
+        # The key in the checkpoint of each new name.
         self._own_keys = {name: key for key, name in new_names(items.keys, rename).items()}
         self.are_blobs = items.are_blobs
         self.payload_bytes = items.payload_bytes
-        # A key with a new name lies at the top of the state, under that name.
+        # A key whose name is new lies at the top of the state, under this name. A key that keeps
+        # its name also keeps its place. (If no places are known, this is None or empty.)
         self.paths: Paths = items.paths and {
             name: items.paths.get(key, (name,)) if name == key else (name,)
             for name, key in self._own_keys.items()
         }
-        self.literal_keys = {
+        self.literal_keys = {  # of the keys that keep their names
             name: items.literal_keys[name]
             for name, key in self._own_keys.items()
             if name == key and name in items.literal_keys
@@ -305,7 +309,7 @@ def new_names(keys: Iterable[str], rename: Rename) -> dict[str, str]:
             name = key
             for pattern, replacement in rules:
                 name = pattern.sub(replacement, name)
-            if key and not name:
+            if key and not name:  # the empty key itself may stay empty
                 raise StateMismatchError("the rules of rename= leave no name for this key", key=key)
             other = key_of_name.setdefault(name, key)
             if other != key:

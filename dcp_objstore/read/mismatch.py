@@ -43,7 +43,7 @@ def refuse_other_dtypes(tensors: Iterable[tuple[str, str, torch.dtype]]) -> None
         tensors: the key of each tensor, torch's name of the saved dtype, and the state's dtype.
 
     Raises:
-        StateMismatchError: some have.
+        StateMismatchError: a tensor has another dtype than was saved.
     """
     lines = [
         f"{key}: saved as {saved}, the state has {constant_name(dtype)}"
@@ -75,6 +75,7 @@ def nearest(key: str, saved: list[str]) -> list[str]:
         end = os.path.commonprefix((key[::-1], name[::-1]))  # noqa: RUF071 - as above
         return len(start) + len(end)
 
+    # difflib compares slowly, so it gets only the names that have most characters in common.
     likely = heapq.nlargest(_COMPARED, saved, key=in_common)
     alike = [name for name in difflib.get_close_matches(key, likely) if name not in shifted]
     return [*shifted, *alike][:3]

@@ -77,8 +77,9 @@ def blocks_at(
     columns, spans = index.columns, {}
     payload_starts = columns.offset + columns.lead
     keys, first_rows = list(index.keys), [index.rows(key).start for key in index.keys]
-    # The rows of items that have a payload, by object and by where the payload begins. An item ends
-    # before the next one begins, so a block is of the last item that begins before it.
+    # `rows` are the rows of the index with a payload, ordered by object and by where the payload
+    # begins. Payloads do not overlap, so a block is part of the last one that begins at or before
+    # the start of the block.
     rows = np.flatnonzero(columns.payload_length)
     rows = rows[np.lexsort((payload_starts[rows], columns.object_number[rows]))]
     numbers, starts = columns.object_number[rows], payload_starts[rows]
@@ -89,6 +90,7 @@ def blocks_at(
         position = start - item.payload_offset
         digest_start = position // BLOCK_SIZE_BYTES * DIGEST_SIZE_BYTES
         digest = item.digests[digest_start : digest_start + DIGEST_SIZE_BYTES]
+        # The rows of each key follow one another, and the keys are in the order of their rows.
         key = keys[bisect.bisect_right(first_rows, row) - 1]
         spans[number, start, end] = Span(number, start, end, Block(key, position, digest))
     return spans

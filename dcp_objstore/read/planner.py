@@ -107,9 +107,12 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False
     ) -> None:
-        """Override `AgreeingPlanner.set_up_planner`; ask for what was saved first."""
+        """Override `AgreeingPlanner.set_up_planner`; first complete the state dict.
+
+        The state dict then asks for what was saved of each optimizer and Stateful object.
+        """
         with self._typed_errors():
-            if metadata is not None:
+            if metadata is not None:  # DCP has read the checkpoint's metadata
                 self._record = Record(metadata, self._paths())
                 self._converted.ask(state_dict, self._record)
         super().set_up_planner(state_dict, metadata, is_coordinator)
@@ -147,11 +150,14 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
     ) -> list[str]:
         """Return the saved keys below these places that no rank asks for.
 
-        A pipeline's stage does not ask for what another one has.
+        That one rank does not ask for a key says little: a stage of a pipeline does not ask for
+        what another stage has.
         """
         places = tuple(places)
+        # Each rank has sent a bit for each saved key, set if it does not ask for the key.
         masks = [np.frombuffer(local.unasked, np.uint8) for local in of_ranks]
         unasked = np.unpackbits(np.bitwise_and.reduce(masks))
+        # The last byte may have bits beyond the last key, so there may be more bits than keys.
         saved = zip(self._saved.state_dict_metadata, unasked, strict=False)
         return [key for key, is_unasked in saved if is_unasked and self._is_below(key, places)]
 
@@ -168,7 +174,8 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
     def _fitting_plan(self) -> LoadPlan:
         """Return DCP's plan; note which keys are missing, and which the state does not ask for."""
         keys_of_other_ranks = self._choose_per_rank(self._saved)
-        # Settings of an optimizer that this rank does not ask for belong to another rank.
+        # If this rank does not ask for some settings of an optimizer, they belong to another rank,
+        # and `unexpected` does not list them.
         settings_prefixes = tuple(
             ".".join((*place, kind, ""))
             for place in self._converted.optimizers
@@ -181,7 +188,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         if self._on_dtype == "error":
             refuse_other_dtypes(_dtypes(self.state_dict, self._saved))
         saved = self._saved.state_dict_metadata
-        for key in _tied_keys(self.state_dict, saved):
+        for key in _tied_keys(self.state_dict, saved):  # another key fills their memory
             del self.state_dict[key]
         state_before, keys_before = self.state_dict, dict(self.state_dict)
         try:
@@ -194,7 +201,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
                 plan = super().create_local_plan()
         except Exception:
             missing = _missing_lines(self.state_dict, self._saved)
-            if missing:
+            if missing:  # they are the cause of DCP's error, and this error lists them
                 by_number = self._asks_by_number(missing)
                 advice = _NUMBER_HINT if by_number else _rename_advice(keys_before, saved)
                 text = "the checkpoint does not have what the state asks for"
@@ -215,19 +222,23 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         return plan
 
     def _take_extra_states(self, metadata: Metadata) -> None:
-        """Ask for the extra states of modules as they were saved: `set_extra_state` takes any."""
+        """Ask for the extra states of modules as they were saved: `set_extra_state` takes any.
+
+        The entry of the state is replaced by a placeholder of the saved kind if it has another
+        kind, shape or dtype.
+        """
         for key, value in self.state_dict.items():
             saved = metadata.state_dict_metadata.get(key)
             if saved is None or key.rpartition(".")[2] != _EXTRA_STATE:
                 continue
             is_tensor = isinstance(value, torch.Tensor)
-            placeholder: Any = ()  # for a value
+            placeholder: Any = ()  # stands for any value
             if isinstance(saved, TensorStorageMetadata):
                 size, dtype = saved.size, saved.properties.dtype
-                if is_tensor and (value.shape, value.dtype) == (size, dtype):
+                if is_tensor and (value.shape, value.dtype) == (size, dtype):  # it fits
                     continue
                 placeholder = torch.empty(size, dtype=dtype, device="cpu")
-            elif not is_tensor:
+            elif not is_tensor:  # both are values, so any of them fits
                 continue
             self.state_dict[key] = placeholder
             torch_private.set_element(self.original_state_dict, self.mappings[key], placeholder)
@@ -257,7 +268,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
                     f"the checkpoint has none of the {missing} keys that the state asks for",
                     advice="check the URL, and that the state is nested as it was saved",
                 )
-            trainables = self._converted.left_out if self._strict else ()
+            trainables = self._converted.left_out if self._strict else ()  # their places
             unasked = self._unasked_by_all(of_ranks, trainables)
             if unasked:
                 raise mismatch(
@@ -295,7 +306,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         torch_private.set_element(self.original_state_dict, place, loaded)
 
     def _choose_per_rank(self, metadata: Metadata) -> set[str]:
-        """Request the per-rank values that this rank wants; return the keys of all other ranks.
+        """Request the values of each `PerRank` that this rank wants; return the keys of the others.
 
         A rank that did not exist when the checkpoint was saved requests nothing, unless no rank
         saved a value.
@@ -303,12 +314,12 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         keys_of_others: set[str] = set()
         for place, wants_all in self._converted.per_rank.items():
             prefix = ".".join(place) + "."
-            # The saved values, which lie below the place under the names of their ranks.
+            # The saved values lie below the place, each under the number of its rank.
             names = ((key, key.removeprefix(prefix)) for key in metadata.state_dict_metadata)
             saved = {key: name for key, name in names if name != key and name.isdecimal()}
             own_key = f"{prefix}{own_name()}"
             if not saved:
-                continue  # the missing key is treated like any other
+                continue  # `own_key` is missing, and is treated like any other missing key
             path = self.mappings[own_key][:-1]
             del self.state_dict[own_key]
             for key, name in saved.items():
@@ -325,7 +336,7 @@ def _mismatches(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
     problems = []
     for key, value in state_dict.items():
         saved = metadata.state_dict_metadata.get(key)
-        if saved is None:
+        if saved is None:  # a missing key is reported elsewhere
             continue
         is_tensor = isinstance(value, torch.Tensor)
         check_kind(value, key)
@@ -352,18 +363,19 @@ def _dtypes(
         saved = metadata.state_dict_metadata.get(key)
         if not isinstance(saved, TensorStorageMetadata) or not isinstance(value, torch.Tensor):
             continue
-        if saved.properties.dtype is not None:  # one that is unknown cannot be read
+        if saved.properties.dtype is not None:  # a tensor of unknown dtype cannot be read anyway
             yield key, constant_name(saved.properties.dtype), value.dtype
 
 
 def _tied_keys(state_dict: dict[str, Any], saved: Collection[str]) -> list[str]:
-    """Return the keys that are filled by others: their tensor is one that was saved, too.
+    """Return the keys that were not saved and whose tensor is also that of a saved key.
 
-    Files of Hugging Face hold one of several tied weights.
+    Loading the saved key fills them. Files of Hugging Face hold only one of several tied weights.
     """
     missing = [key for key in state_dict if key not in saved]
     if not missing:
         return []
+    # `same_memory` is None for what is not a plain tensor; that is equal to nothing.
     filled = {same_memory(value) for key, value in state_dict.items() if key in saved}
     return [key for key in missing if same_memory(state_dict[key]) in filled - {None}]
 
@@ -371,10 +383,11 @@ def _tied_keys(state_dict: dict[str, Any], saved: Collection[str]) -> list[str]:
 def _rename_advice(state_keys: Iterable[str], saved: Collection[str]) -> str | None:
     """Return which `rename=` makes the checkpoint fit; None if none does.
 
-    One does if the missing keys were saved under another name at the top, or without that name, as
-    weights that were saved alone.
+    One does if the missing keys were saved under another name at the top, or without a name at the
+    top, as by `save(model.state_dict(), url)`.
     """
-    # A missing key for each name at the top, and the names at the top that are not asked for.
+    # `missing` has one missing key for each name at the top. `unasked` are the names at the top of
+    # the checkpoint that the state does not have.
     missing = {_top_name(key): key for key in state_keys if key not in saved}
     unasked = dict.fromkeys(map(_top_name, saved)).keys() - set(map(_top_name, state_keys))
     for top, key in missing.items():

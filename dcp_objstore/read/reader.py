@@ -86,7 +86,9 @@ class _Load:
             if error is not None:
                 raise error.at(rank=self.rank)
         finally:
-            del error  # a reference cycle with this frame, which the error has
+            # The raised error refers to this frame. If the frame referred to the error, too, that
+            # would be a reference cycle.
+            del error
 
 
 class ObjectStoreReader(StorageReader):
@@ -201,7 +203,7 @@ class ObjectStoreReader(StorageReader):
             raise ConfigError(f"verify must be True or False, got {verify!r}")
         if on_dtype not in ("warn", "error"):
             raise ConfigError(f"on_dtype must be 'warn' or 'error', got {on_dtype!r}")
-        new_names((), rename)  # refuses wrong rules at once
+        new_names((), rename)  # refuses wrong rules now, not when a checkpoint is opened
         self._target = Target(url, storage_options, config)
         self._progress = progress
         self._event_settings = EventSettings(on_event, trace)
@@ -212,7 +214,7 @@ class ObjectStoreReader(StorageReader):
         self._on_dtype: OnDtype = on_dtype
         self._process_group = process_group
         self._local = local_of(local)
-        self._of_thread = threading.local()
+        self._of_thread = threading.local()  # its `load` is the current `_Load` of each thread
         self.last_load: LoadReport | None = None
         self.load_id: str | None = None
 
@@ -295,11 +297,12 @@ class ObjectStoreReader(StorageReader):
             return open_stored_checkpoint(load.spec, str(uuid.uuid4()), verify=self._verify)
 
         load.is_together = self._read_once and current_rank() is not None
+        # If no group was given, it is not sure that all ranks of the default group make this call.
         if not load.is_together or self._process_group is None:
             return open_here()
         try:
             group = self._group()
-        except UnsupportedError as error:  # raised on all ranks of the group
+        except UnsupportedError as error:  # all ranks of the group get it
             logger.info("%s: every rank loads by itself: %s", load.spec.url, error.message)
             load.is_together = False
             return open_here()
@@ -330,7 +333,7 @@ class ObjectStoreReader(StorageReader):
     def _report_failure(self, error: BaseException) -> None:
         """Report that this thread's load has failed outside of the methods of this class."""
         load, settings = self._load, self._event_settings
-        if load is None:
+        if load is None:  # it has failed before `read_metadata`, which makes the channel
             channel = settings.channel("load", str(self.checkpoint_id), *rank_and_world_size())
         else:
             channel = load.channel
@@ -348,6 +351,8 @@ class ObjectStoreReader(StorageReader):
         """Plan what to read, and send the coordinator the commit and the bytes that it needs."""
         load = self._current_load()
         with plugin_errors(load.rank, load.spec.url):
+            # The checkpoint is None if `_current_load` has just failed to open it. `read_data` then
+            # raises the error.
             if load.checkpoint is not None:
                 load.checkpoint.check_whole(item.dest_index.fqn for item in plan.items)
                 load.copies = self._open_copies(load, load.checkpoint)
@@ -391,7 +396,7 @@ class ObjectStoreReader(StorageReader):
                 " or they were given different URLs; load again",
                 url=self.checkpoint_id,
             )
-        if len(offers) < len(plans):  # a planner has replaced the plans by its own
+        if len(offers) < len(plans):  # a planner has replaced plans by its own, without an offer
             return plans
         load = self._current_load()
         with plugin_errors(load.rank, load.spec.url):
@@ -414,7 +419,9 @@ class ObjectStoreReader(StorageReader):
                 self.last_load = self._read(load, plan, planner)
             except PeerFailedError as error:
                 load.channel.fail(error.cause)
-                drop_state(error)  # what made workers stop has it, and its frames have that
+                # The workers' stop refers to the error, and the error's frames refer to the stop:
+                # without its frames, the error does not keep the state in memory.
+                drop_state(error)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -428,7 +435,8 @@ class ObjectStoreReader(StorageReader):
         if isinstance(share, Share) and self._all_arrived(load, share):
             exchanging = Exchange(share, self._group(share.meeting), load.spec.url)
         with exchanging as exchange:
-            # The planner has changed the items since `prepare_local_plan`, or that was not called.
+            # Either the planner has changed the items since `prepare_local_plan` planned their
+            # reads, or that method was not called.
             if planned is None or [read.item for read in planned.reads] != list(plan.items):
                 if exchange is not None:
                     raise UnsupportedError(
@@ -456,7 +464,8 @@ class ObjectStoreReader(StorageReader):
                     takes=getattr(planner, "takes", None),
                 )
             except CheckpointGoneError as error:
-                if not load.rank:  # the error of the lowest rank is raised on all
+                # One rank looks for the next step. The error of the lowest rank is raised on all.
+                if not load.rank:
                     name_next(error, load.spec)
                 raise
         for item, destination in zip(plan.items, destinations, strict=True):
@@ -478,7 +487,7 @@ class ObjectStoreReader(StorageReader):
 
 
 def _destination(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
-    """Return the tensor that the planner gives for an item, itself if it is a wrapper.
+    """Return the tensor that the planner gives for an item, not detached if it is a wrapper.
 
     Raises:
         StateMismatchError: part of a wrapper is asked for, and its class gives no view of it.
@@ -488,11 +497,12 @@ def _destination(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
     if not is_wrapper(whole):
         return planner.resolve_tensor(item).detach()
     try:
-        with torch.no_grad():  # or else `DTensor.to_local` makes a view
+        # With gradients, `DTensor.to_local` would give a view and not the wrapper itself.
+        with torch.no_grad():
             tensor = torch_private.waited(planner.resolve_tensor(item))
+        # A view shares memory with the state; what is loaded into a copy would be lost.
         storages = {*map(torch_private.storage_number, parts(tensor))}
         if storages.isdisjoint(map(torch_private.storage_number, parts(whole))):
-            # What is loaded into a copy would be lost.
             raise NotImplementedError("its class gives a copy")
     except Exception as error:
         raise StateMismatchError(

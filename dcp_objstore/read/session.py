@@ -106,7 +106,8 @@ def run_load(
             read.is_trusted, read.takes = trust_pickle, takes
     late_copies = _bind(planned, destinations, completed)
     devices = {tensor.device for tensor in destinations if isinstance(tensor, torch.Tensor)}
-    # What this rank fetches for itself alone; and before that, what it hands to others as well.
+    # `alone` is what this rank fetches for itself alone. The requests whose bytes it also hands to
+    # other ranks come before these.
     alone = planned.spans if exchange is None else exchange.alone()
     requests = [
         *(() if exchange is None else exchange.requests),
@@ -147,7 +148,8 @@ def run_load(
             explain=partial(explained, planned.checkpoint, store),
         )
         with closing(arriving):
-            intake.go_on()  # items without bytes, and rounds in which only others fetch
+            # No request belongs to items without bytes and to rounds in which only others fetch.
+            intake.go_on()
             for _ in arriving:
                 intake.go_on()
     for read in planned.reads:
@@ -165,6 +167,7 @@ def run_load(
         seconds=time.monotonic() - channel.began_at,
         objects=objects,
         requests=len(requests),
+        # Where the transport sends GETs again by itself, the number of retries is not known.
         retries=channel.retries if "open_range" in store.reports_throttling else None,
         slow_ranges=channel.slow_ranges,
         commit_id=planned.checkpoint.commit_id,
@@ -225,10 +228,12 @@ def _request_size(
     config: TransferConfig,
 ) -> int:
     """Return the request size: larger than configured where requests are sent ahead."""
-    # On the way to a device a request lies in the ring as a whole, so it must not grow.
+    # On the way to a device the whole body of a request lies in the ring, so it must not grow.
     if not store.range_reading.ahead or any(device.type != "cpu" for device in devices):
         return config.request_size_bytes
     total_bytes = sum(span.end - span.start for span in spans)
+    # Only an automatic concurrency finds out whether the store is far. With a fixed one it counts
+    # as near.
     is_near = config.download_concurrency != "auto" or limiter_of(store).window.is_near
     return grown_request_size(total_bytes, config.request_size_bytes, is_near=is_near)
 
@@ -266,6 +271,8 @@ def _bind(
     has_warned = False
     for read, destination in zip(planned.reads, destinations, strict=True):
         filled = destination
+        # The key shares elements with an earlier one. So a tensor with memory of its own is filled,
+        # and copied to the destination when all others have arrived.
         if isinstance(destination, torch.Tensor) and read.item.dest_index.fqn in after_others:
             filled = with_own_memory(destination)
             late_copies.append(_LateCopy(filled, destination))
@@ -273,9 +280,10 @@ def _bind(
             read.bind(filled, completed.add)
         else:
             assert isinstance(filled, torch.Tensor) and read.location.dtype is not None
+            # One warning for a load is enough.
             has_warned = has_warned or warn_if_lossy(read.item, read.location.dtype, filled)
             read.bind(filled)
-    if covered:  # other keys fill the same memory, so these receive nothing
+    if covered:  # other keys fill all of their memory later, so these keys receive nothing
         for span in planned.spans:
             reads = span.tag.reads
             reads[:] = [read for read in reads if read.item.dest_index.fqn not in covered]
@@ -292,7 +300,7 @@ def _open_inbound(
 ) -> tuple[Inbound | None, int]:
     """Return the path to destinations on a GPU, if any, and the budget left for fetching."""
     if any(device.type != "cpu" for device in devices):
-        wait_for_streams()  # which may still use the memory of destinations
+        wait_for_streams()  # work that is queued there may still use the memory of destinations
     lanes = lanes_into(devices)
     if not lanes:
         return None, budget_bytes
@@ -322,7 +330,7 @@ def explained(
     error: DcpObjstoreError,
 ) -> DcpObjstoreError:
     """Say what a GET's error means for the checkpoint, and add what the GET was for."""
-    # As the constructors of errors take them.
+    # These are in the order in which the constructors of errors take them.
     where = error.rank, error.key, error.object_key, error.url
     if isinstance(error, ObjectNotFoundError):
         error = checkpoint.explain(store, error)

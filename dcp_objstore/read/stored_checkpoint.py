@@ -238,8 +238,9 @@ def _open_at(spec: StoreSpec, load_id: str | None, *, verify: bool) -> StoredChe
     """Open what is at a URL: a file of safetensors if it has such a name, else a checkpoint."""
     folder, name = spec.parent()
     if name.endswith(safetensors.SUFFIX):
-        assert folder is not None  # since the URL has a last segment, its name
-        with suppress(ObjectNotFoundError):  # a checkpoint may have such a name, too
+        assert folder is not None  # a URL with a name in it has a parent
+        # If there is no such file, the URL may be that of a checkpoint with such a name.
+        with suppress(ObjectNotFoundError):
             return retry_damaged(partial(_open_file, folder.open(), name, load_id))
     return open_rooted(spec.open(), load_id, verify=verify)
 
@@ -284,31 +285,40 @@ def _open_marked(
 
 
 def _open_foreign(store: ObjectStore, load_id: str | None, *, verify: bool) -> StoredCheckpoint:
-    """Open a checkpoint of another library. The other objects are listed at the same time."""
+    """Open a checkpoint without a marker, as other libraries write it.
+
+    `.metadata` is read and the other objects are listed at the same time. If a listing tells the
+    states of objects, `.metadata` must be in the state that was listed.
+    """
     dot_metadata, listed = concurrently(partial(_dot_metadata, store), partial(_listed, store))
     if isinstance(listed, dict) and MARKER_KEY in listed:
-        marker = read_marker(store)  # the first answer was wrong, or a save has just ended
+        # A marker is there after all: the first answer was wrong, or a save has just ended.
+        marker = read_marker(store)
         if marker is not None:
             return _open_marked(store, marker, load_id)
-    if dot_metadata is None:
+    if dot_metadata is None:  # it may be a folder of safetensors
         return _open_folder(store, listed, load_id)
     body, meta = dot_metadata
     stored = _stock_checkpoint(body, load_id)
-    # All objects have names that only this library gives.
+    # If all objects have names that only this library gives, it is a checkpoint of this library
+    # whose marker is gone.
     if verify and stored.object_keys and all(map(parse_data_key, stored.object_keys)):
         raise CheckpointNotFoundError(_LOST_MARKER, url=store.url)
-    # The listed states, to which reads are held; none if the listing does not tell them.
+    # Reads are held to the states that were listed. `metas` is empty if the listing has no states.
     metas = listed if isinstance(listed, dict) and _tells_versions(store) else {}
     listing_agrees = is_same_state(metas.get(DOT_METADATA_KEY, meta).version, meta.version)
-    # If not, `.metadata` was replaced, or a CDN on the way has other ETags. It was not replaced if
-    # it has its first state between two listings that are alike.
+    # If the listing has another state of `.metadata` than the read, either the object was replaced,
+    # or a CDN on the way has other ETags. It was not replaced if a HEAD still gives the state of
+    # the read, and a second listing is like the first one.
     if not listing_agrees and not (
         is_same_state(store.head(DOT_METADATA_KEY).version, meta.version)
         and _is_as_listed(store, metas)
     ):
         raise CheckpointGoneError(_REPLACED, url=store.url)
     # Another library replaces its objects in place, one after the other, and `.metadata` last. So
-    # an object that is first read late in a load may be newer than the others.
+    # an object that a load reads late may be newer than the others, unless `versions` holds reads
+    # to the listed state. Behind a CDN with other ETags, `versions` begins empty, and reads of an
+    # object are held to the state of the first answer.
     present = [metas[key] for key in stored.object_keys if key in metas]
     return dataclasses.replace(
         stored,
@@ -367,12 +377,14 @@ def _open_folder(
             url=store.url,
         )
     metas = listed.values() if _tells_versions(store) else ()
+    # First hold all reads to the listed states.
     try:
         return _open_listed(
             store, dict(listed), load_id, {meta.key: meta.version for meta in metas}
         )
     except CheckpointGoneError:
-        # Something was replaced, or a CDN on the way has other ETags; see `_is_as_listed`.
+        # Something was replaced, or a CDN on the way has other ETags; see `_is_as_listed`. If it is
+        # the CDN, each object is held to the state of its first answer.
         stored = _open_listed(store, dict(listed), load_id, {}) if metas else None
         if stored is None or not _is_as_listed(store, listed):
             raise
@@ -385,10 +397,11 @@ def _open_listed(
     load_id: str | None,
     versions: dict[str, Version],
 ) -> StoredCheckpoint:
-    """Open the files of safetensors of a listing, each in its state of `versions`.
+    """Open the files of safetensors of a listing, each in the state that `versions` has of it.
 
     Args:
-        listed: the objects by their keys. Those that are found by name are added.
+        listed: the objects by their keys. Objects that are not listed and are found by their names
+            are added.
         versions: states to which reads are held, by key. Those of other objects are added when they
             are first read.
     """
@@ -406,7 +419,7 @@ def _open_listed(
                         return name
             return None
 
-        if is_cut:
+        if is_cut:  # the listing may lack the files by which a folder is recognized
             for name in safetensors.BY_NAME:
                 add_unlisted([name])
         files = None
@@ -441,8 +454,9 @@ def _open_files(
     """Open files of safetensors: make an index of their headers.
 
     Args:
-        metas: the files.
-        versions: the states of objects, to which `store` has added those that it has read.
+        metas: what the store says of each file.
+        versions: the state of each object that `store` holds reads to. `store` adds the state of
+            an object when it first reads it.
     """
     sizes_bytes = {meta.key: meta.size_bytes for meta in metas}
     headers = safetensors.read_headers(store, sizes_bytes)
@@ -460,12 +474,12 @@ def _open_files(
 def _opening_errors(store: ObjectStore) -> Iterator[None]:
     """Translate a store's errors while a foreign checkpoint is opened.
 
-    A length that cannot be right means that it is damaged. An object that has changed or gone since
-    it was first seen means that another writer has replaced the checkpoint.
+    A length that cannot be right means that the checkpoint is damaged. An object that has changed
+    or gone since it was first seen means that another writer has replaced the checkpoint.
     """
     try:
         yield
-    except CheckpointCorruptError:  # a CorruptDataError that needs no translation
+    except CheckpointCorruptError:  # a subclass of CorruptDataError that needs no translation
         raise
     except CorruptDataError as error:
         raise CheckpointCorruptError(
@@ -490,7 +504,7 @@ def _stock_checkpoint(body: bytes, load_id: str | None) -> StoredCheckpoint:
     from dcp_objstore.compat.foreign import decode_metadata
 
     metadata = decode_metadata(body)
-    # The sizes of each chunk and of its elements, by key and offset.
+    # The shape of each chunk and the size of its elements in bytes, by key and offset.
     chunks = {
         (key, tuple(chunk.offsets)): (tuple(chunk.sizes), item.properties.dtype.itemsize)
         for key, item in metadata.state_dict_metadata.items()
@@ -502,6 +516,7 @@ def _stock_checkpoint(body: bytes, load_id: str | None) -> StoredCheckpoint:
     unexplained_bytes = 0
     for stored, info in metadata.storage_data.items():
         offset = None if stored.offset is None else tuple(stored.offset)
+        # A value has no shape that would explain its bytes or bound what it unpacks to.
         sizes, limit_bytes = None, unpacked_limit_bytes(info.length, _LEAST_VALUE_LIMIT_BYTES)
         explained_bytes = 0
         if offset is not None:  # part of a tensor

@@ -82,12 +82,13 @@ class TensorRead:
                 key=item.dest_index.fqn,
             )
         self.selection = Selection(*collapse(location.sizes, wanted), self._dtype.itemsize)
-        # The memory of a destination that payload bytes are copied to as they are, in host memory
-        # or on a device; None if they are cut or converted.
+        # The memory of the destination, in host memory or on a device, if payload bytes are copied
+        # there as they are. Both are None if the elements lie in separate runs, or are converted.
         self._memory: ByteArray | None = None
         self._device_bytes: torch.Tensor | None = None
         self.inbound: Inbound | None = None
-        self._wrapper: torch.Tensor | None = None  # what `finish` fills from the destination
+        # If the destination is a wrapper, `finish` fills it from a plain tensor.
+        self._wrapper: torch.Tensor | None = None
 
     def bind(self, destination: torch.Tensor) -> None:
         """Set the destination, before any block arrives.
@@ -123,22 +124,25 @@ class TensorRead:
         self._destination = self._view = destination
         if destination.is_contiguous():
             self._view = destination.view(self.selection.wanted.sizes)
-        else:  # its dimensions cannot be merged, so those of the selection are not
+        else:  # its dimensions cannot be merged, so the selection must keep them apart, too
             assert self.location.sizes is not None
             wanted = Box(tuple(self.item.storage_offsets), tuple(self.item.lengths))
             self.selection = Selection(self.location.sizes, wanted, self._dtype.itemsize)
+        # One run of the payload is wanted, in the same dtype.
         if len(self.selection.shape) == 1 and self._view.dtype == self._dtype:
             self._memory = byte_memory(self._view)
 
     def memory_at(self, position: int, size_bytes: int) -> memoryview | None:
-        """Return the destination's memory for payload bytes that need no conversion, if it has it.
+        """Return the destination's memory for payload bytes that can be received there.
+
+        None if they have to be cut or converted, go to a device, or are not all for this tensor.
 
         Args:
             position: the place of the first byte in the payload.
         """
         if self._memory is None:
             return None
-        # Where they belong in the destination.
+        # Where the bytes begin in the destination.
         low = position - self.selection.wanted.offsets[0] * self._dtype.itemsize
         if low < 0 or low + size_bytes > self._memory.nbytes:
             return None
@@ -148,7 +152,7 @@ class TensorRead:
         """Fill the bound tensor through the ring of its device, if `inbound` has a lane for it."""
         if not inbound.takes(self._destination.device):
             return
-        self.inbound, self._memory = inbound, None
+        self.inbound, self._memory = inbound, None  # bytes no longer go there directly
         if len(self.selection.shape) == 1 and self._view.dtype == self._dtype:
             self._device_bytes = device_bytes(self._view)
 
@@ -202,15 +206,15 @@ class TensorRead:
     def _send(self, position: int, arrived: torch.Tensor) -> None:
         """Queue the copies of a block in host memory to the device.
 
-        A block that is not one run of the same dtype is sent as it is, and cut and converted on the
-        device. That takes device memory for one block, which the lane's stream reuses for the next,
-        and no host memory.
+        If the destination takes separate runs of elements, or has another dtype, the block is sent
+        as it is, and cut and converted on the device. This takes device memory for one block, which
+        the lane's stream reuses for the next block, and no host memory.
         """
         itemsize = self._dtype.itemsize
         # torch writes to an inference tensor in inference mode only.
         with torch.inference_mode(self._view.is_inference()), torch.no_grad():
             if self._device_bytes is not None:
-                # As in `accept`.
+                # Where the destination begins, counted from the start of the block, as in `accept`.
                 first = self.selection.wanted.offsets[0] * itemsize - position
                 low, high = max(0, first), min(arrived.numel(), first + self._device_bytes.numel())
                 part = arrived[low:high]
@@ -271,10 +275,11 @@ def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> li
 
     Args:
         verify: return whole blocks, with their digests, of items that have digests.
-        whole_blocks: return whole blocks also where a read needs separate runs of bytes, so that
-            what other ranks need of them is in the same blocks. (A single run is what the others
-            need, too, or nothing of it is.) Otherwise return only the runs of needed bytes, with
-            gaps too small to be worth a request.
+        whole_blocks: return whole blocks also of items that are not verified, if a read needs
+            separate runs of bytes or the item is small. Ranks that need other bytes of such an item
+            then share its blocks. (Of a single run of bytes, other ranks need all or nothing.)
+            Otherwise return only the runs of needed bytes, with gaps too small to be worth a
+            request.
     """
     spans: dict[BlockRange, Span[Block]] = {}
     for read in reads:
@@ -306,7 +311,8 @@ def _pieces(read: Read, *, whole_blocks: bool) -> Iterator[tuple[int, int]]:
     with `whole_blocks`. Without it, pieces begin where the needed bytes do: 5 to 9 and 9 to 10.
     """
     size = read.location.payload_length
-    # A gap shorter than a block skips no whole block.
+    # With whole blocks, stretches are joined if less than a block lies between them, because no
+    # block could be left out there.
     unit, gap = (BLOCK_SIZE_BYTES, BLOCK_SIZE_BYTES - 1) if whole_blocks else (1, DEFAULT_GAP_BYTES)
     stretches = [(0, size)] if read.selection is None else read.selection.runs(gap)
     for low, high in stretches:
@@ -334,6 +340,7 @@ def consume(request: RangeRequest[Block], body: Buffer) -> None:
                 advice="load another checkpoint",
                 key=block.key,
             )
+    # All blocks are verified before any of them reaches a tensor.
     for span, content in zip(request.spans, contents, strict=True):
         for read in span.tag.reads:
             read.accept(span.tag.position, content)
@@ -342,7 +349,7 @@ def consume(request: RangeRequest[Block], body: Buffer) -> None:
 def memory_for(request: RangeRequest[Block]) -> memoryview | None:
     """Return the destination's own memory for a request whose bytes can be received in it.
 
-    That is so if they are a single stretch of one destination and there is no digest to check.
+    This is possible if the bytes are a single stretch of one destination, with no digest to check.
     """
     first, next_start = request.spans[0].tag, request.start
     for span in request.spans:

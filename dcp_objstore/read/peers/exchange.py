@@ -67,24 +67,30 @@ def needs_of(
 ) -> tuple[Needs, dict[int, Selection]]:
     """Return what this rank needs, for the coordinator, and the selections of its packed reads.
 
+    A read is packed in a block if it needs only separate pieces of it: the fetching rank then sends
+    these pieces alone, and needs the selection to find them.
+
     Args:
-        reads: the reads, in the order of their numbers.
+        reads: the reads; the position of a read in this sequence is its number.
         spans: the whole digest blocks that the reads need.
     """
     number_of = {id(read): number for number, read in enumerate(reads)}
     rows: list[tuple[int, int, int, int, int, int, int]] = []  # as in `NEED`
     selections: dict[int, Selection] = {}
     for span in spans:
-        # Bytes of the item's payload. Add `offset`, and they are bytes of the object.
+        # These count bytes from the start of the item's payload. With `offset` added, they count
+        # from the start of the object.
         start, end = span.tag.position, span.tag.position + span.end - span.start
         offset = span.start - start
         for read in span.tag.reads:
-            low, high, packed_bytes, packed_read = start, end, 0, -1  # all of it, unchanged
+            # Without a selection, the read needs the whole block, unchanged.
+            low, high, packed_bytes, packed_read = start, end, 0, -1
             selection = read.selection
             if selection is not None:
                 low, high = selection.within(start, end)
                 needed_bytes = selection.count_bytes(start, end)
-                if needed_bytes <= _PACK_BELOW * (high - low):  # else: this stretch, unchanged
+                # If most of the stretch is needed, it is sent unchanged.
+                if needed_bytes <= _PACK_BELOW * (high - low):
                     packed_bytes, packed_read = needed_bytes, number_of[id(read)]
                     selections[packed_read] = selection
             block = span.object_number, span.start, span.end
@@ -144,25 +150,29 @@ class Exchange:
         # One thread for all collective steps, so that they run in the same order on every rank.
         # Ctrl-C ends only the wait for a step; the other ranks hear of it after the current step.
         self._thread = DaemonPool(1, "exchange")
-        self._is_over = False  # whether no rank waits for another any more
+        # Whether all rounds were run or a collective has failed: no rank waits for another then.
+        self._is_over = False
         self._round = 0  # the number of rounds that were run
         # Set by `prepare`.
         self._reads: Sequence[Read]
         self._spans: dict[BlockRange, Span[Block]]
         self.requests: list[RangeRequest[Block]]
-        # What was planned of each of `requests`, by the request's `id`.
+        # The plan's entry for each of `requests`, by the request's `id`.
         self._shared_by_id: dict[int, SharedRequest]
         # The number of this rank's requests up to the end of each round.
         self._due_by_round: list[int]
+        # A slot is the memory for the body of one request of this rank. Requests take the slots in
+        # turn.
         self._slots: SharedMemory
         self._slot_bytes: int
         self._arena: torch.Tensor  # the messages that are received in a round
         self.memory_bytes: int
         # The slots of other ranks that this rank can read, by rank.
         self._peer_slots: dict[int, _Slots] = {}
-        # Ranks that cannot read this rank's slots; and the messages to them, by the sequence of the
-        # request and by rank. A request that was fetched has an entry, even if it is empty.
+        # The ranks that cannot read this rank's slots, so that messages are sent to them.
         self._unreached: set[int] = set()
+        # The messages of each request that was fetched, by its sequence and by the receiving rank.
+        # A request without messages has an entry, too, which is empty.
         self._outbox: dict[int, dict[int, torch.Tensor]] = {}
         self._changed = threading.Condition()
         self._admitted = 0  # the number of requests that have a slot; they are admitted in order
@@ -182,7 +192,8 @@ class Exchange:
         A round's slots become free when all ranks have reached the next round, and by then each
         rank has already fetched its part of that next round.
         """
-        # The requests of two rounds: what is due after the second, but not before the first.
+        # The requests of two neighbouring rounds are those that are due by the end of the second,
+        # less those that were due before the first.
         due_before = [0, 0, *self._due_by_round]
         pairs = zip(due_before, self._due_by_round, strict=False)
         two_rounds = max((due - before for before, due in pairs), default=0)
@@ -198,7 +209,7 @@ class Exchange:
         self._reads = planned.reads
         self._spans = {(span.object_number, span.start, span.end): span for span in planned.spans}
         fetched = list(self._share.plan.fetched_by(self._rank))
-        # Blocks that only other ranks need, and this one reads because its node has the copy.
+        # This rank reads some blocks that only other ranks need, because its node has the copy.
         for_others = {
             (request.object_number, *block) for request in fetched for block in request.blocks
         } - self._spans.keys()
@@ -216,8 +227,8 @@ class Exchange:
         sizes = (request.end - request.start for request in self.requests)
         self._slot_bytes = max(sizes, default=0)
         self._slots = SharedMemory(self._count_slots(ahead_bytes), self._slot_bytes)
-        # If other ranks' slots turn out to be readable, this memory is never touched. (torch.empty
-        # would fill it under torch.use_deterministic_algorithms.)
+        # This memory is never touched if this rank can read the slots of all others. (torch.empty
+        # would touch it under torch.use_deterministic_algorithms, which fills new tensors.)
         arena_bytes = max(map(self._incoming_bytes, self._rounds), default=0)
         self._arena = torch.from_numpy(np.empty(arena_bytes, dtype=np.uint8))
         self.memory_bytes = self._slots.size_bytes + self._arena.nbytes
@@ -226,17 +237,19 @@ class Exchange:
     def _map_slots(self) -> None:
         """Find out which ranks can read whose slots. A collective."""
         address = self._slots.address
+        # The address is None if this rank's memory cannot be shared.
         own_slots = None if address is None else _SlotsAddress(address, self._slot_bytes)
         addresses: list[_SlotsAddress | None] = self._gather(own_slots)
         fetchers = {request.fetcher for requests in self._rounds for request in requests}
         for rank in fetchers - {self._rank}:
             slots = addresses[rank]
             memory = None if slots is None else attach(slots.memory)
-            if slots is not None and memory is not None:
+            if slots is not None and memory is not None:  # the rank is on this host
                 self._peer_slots[rank] = _Slots(memory, slots.slot_bytes)
-        # The ranks whose slots each rank can read.
+        # Each rank says whose slots it can read.
         readable: list[list[int]] = self._gather(list(self._peer_slots))
-        self._slots.close_descriptor()  # all ranks have mapped the slots that they can
+        # After this gather all ranks have mapped what they can, so none opens the descriptor again.
+        self._slots.close_descriptor()
         self._unreached = {rank for rank, peers in enumerate(readable) if self._rank not in peers}
 
     def _gather(self, value: object) -> list[Any]:
@@ -249,7 +262,7 @@ class Exchange:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Do a step with all ranks in this block. If it fails, there is no other step after it."""
+        """Wrap a step that all ranks take together. If it fails, the exchange is over."""
         try:
             with typed_failures(self._url, self._group):
                 yield
@@ -258,7 +271,7 @@ class Exchange:
             raise
 
     def _incoming_bytes(self, requests: Iterable[SharedRequest]) -> int:
-        """Return the size of the messages that this rank may receive of these requests."""
+        """Return the size of the messages to this rank, if it can read no other rank's slots."""
         return sum(
             segment.length_bytes
             for request in requests
@@ -271,12 +284,14 @@ class Exchange:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Send an error to the other ranks, if they still wait for this rank."""
-        with self._thread:  # which ends after this
+        with self._thread:  # the thread ends when this block does
             if error is not None:
-                with contextlib.suppress(Exception):  # the error of this rank matters more
+                # An error of the sending is dropped: `error`, which goes on, matters more.
+                with contextlib.suppress(Exception):
                     report = partial(self._send_error, typed(error, current_rank(), self._url))
                     result_of(self._thread.submit(report))
-        self._mapped = Future()  # an error in it has this object
+        # The old future may have an error, whose frames refer to this object: a reference cycle.
+        self._mapped = Future()
 
     def _send_error(self, error: DcpObjstoreError) -> None:
         """Send an error in place of agreeing to the next step, if there is one."""
@@ -288,9 +303,12 @@ class Exchange:
         return self._share.plan.alone(self._spans.values())
 
     def admit(self, request: RangeRequest[Block], progress: Progress) -> memoryview | None:
-        """Block a worker until a shared request has a slot; requests are admitted in order."""
+        """Block a worker until a shared request has a slot; return the slot.
+
+        Requests are admitted in order.
+        """
         planned = self._shared_by_id.get(id(request))
-        if planned is None:  # it is not shared, and takes no slot
+        if planned is None:  # a request that is not shared takes no slot
             return None
         with self._changed:
             has_begun = partial(self._changed.wait_for, partial(self.may_begin, request))
@@ -302,9 +320,10 @@ class Exchange:
     def may_begin(self, request: RangeRequest[Block]) -> bool:
         """Whether `admit` does not wait for a slot. It stays so until the request is admitted."""
         planned = self._shared_by_id.get(id(request))
-        if planned is None:
+        if planned is None:  # a request that is not shared takes no slot
             return True
         slots = self._slots.size_bytes // self._slot_bytes
+        # It is the request's turn, and the request that had its slot before has freed it.
         return self._admitted == planned.sequence and planned.sequence < self._freed + slots
 
     def _slot_of(self, planned: SharedRequest) -> memoryview:
@@ -320,8 +339,9 @@ class Exchange:
             RankFailedError: another rank has died.
         """
         planned = self._shared_by_id.get(id(request))
-        if planned is None:
+        if planned is None:  # a request that is not shared
             return
+        # Wait until it is known which ranks cannot read the slot and so are sent messages.
         result_of(self._mapped, check=progress.check_stopped, step_seconds=STEP_SECONDS)
         slot = self._slot_of(planned)
         self._outbox[planned.sequence] = {
@@ -338,7 +358,7 @@ class Exchange:
             body[segment.start - planned.start : segment.end - planned.start]
             for segment in segments
         ]
-        if len(segments) == 1 and not segments[0].packed_bytes:
+        if len(segments) == 1 and not segments[0].packed_bytes:  # it can be sent without a copy
             return torch.frombuffer(pieces[0], dtype=torch.uint8)
         message = np.empty(sum(segment.length_bytes for segment in segments), dtype=np.uint8)
         filled = 0
@@ -366,8 +386,9 @@ class Exchange:
             RankFailedError: another rank has died.
         """
         while not self.is_done:
+            # What this rank must have fetched for the next round. What is freed was fetched.
             due = range(self._freed, self._due_by_round[self._round])
-            if any(sequence not in self._outbox for sequence in due):  # not yet fetched
+            if any(sequence not in self._outbox for sequence in due):  # one is not yet fetched
                 return
             requests = self._rounds[self._round]
             result_of(self._thread.submit(self._exchange_messages, requests))
@@ -390,7 +411,8 @@ class Exchange:
 
     def _exchange_messages(self, requests: Sequence[SharedRequest]) -> None:
         """Send and receive the messages of a round. A collective."""
-        self._mapped.result()  # raises what went wrong there
+        # `_map_slots` has run before this in the same thread. If it failed, this raises its error.
+        self._mapped.result()
         self._agree(None)
         self._free_slots()
         works: list[dist.Work | None] = []
@@ -413,8 +435,8 @@ class Exchange:
         self._is_over = self.is_done
 
     def _free_slots(self) -> None:
-        """Free the slots of earlier rounds: all ranks are in this round and have read those."""
-        if self._round:
+        """Free the slots of earlier rounds, which all ranks have read before this round."""
+        if self._round:  # before the first round there are none
             with self._changed:
                 for sequence in range(self._freed, self._due_by_round[self._round - 1]):
                     del self._outbox[sequence]
@@ -426,7 +448,7 @@ class Exchange:
         filled = 0
         arena = memoryview(self._arena.numpy())
         for request in requests:
-            if request.fetcher == self._rank:
+            if request.fetcher == self._rank:  # its own reads had the bytes when they arrived
                 continue
             if request.fetcher in self._peer_slots:
                 self._read_slot(request)
@@ -453,7 +475,8 @@ class Exchange:
             span = self._spans[request.object_number, segment.start, segment.end]
             read = self._reads[segment.read]
             assert isinstance(read, TensorRead)  # an item that only torch decodes is sent whole
-            if read in span.tag.reads:  # not left to another key that fills the same memory
+            # The block has lost the read if another key fills the same memory after this one.
+            if read in span.tag.reads:
                 read.accept_packed(span.tag.position, span.end - span.start, content)
             return
         for start, end in request.blocks:
@@ -463,8 +486,8 @@ class Exchange:
                 piece = content[low - segment.start : high - segment.start]
                 position = span.tag.position + low - start
                 for read in span.tag.reads:
-                    # A block may have several reads, each with its own segment: this one may have
-                    # nothing in the piece.
+                    # A block may have several reads, each with its own segment. A read may need
+                    # nothing of this piece, which was sent for another read.
                     wanted = read.selection
                     if wanted is None or wanted.copies(position, position + len(piece)):
                         read.accept(position, piece)

@@ -81,7 +81,7 @@ def make_offer(
     verify: bool,
     copies: LoadCopies | None = None,
 ) -> Offer:
-    """Make this rank's offer; `group_ranks` or `planned` is None if it loads by itself."""
+    """Make this rank's offer; `group_ranks` or `planned` is None if the rank loads by itself."""
     commit_id = None if checkpoint is None else checkpoint.commit_id or checkpoint.fingerprint
     if planned is None or group_ranks is None:
         return Offer(url, commit_id, current_rank())
@@ -127,7 +127,9 @@ def share_out(offers: Sequence[Offer]) -> list[Share | None]:
                 f" {offers[0].verify} and rank {offer.rank} {offer.verify}: with"
                 " read_once=True ranks hand each other what they fetch"
             )
-    needs = [offer.needs for offer in offers if offer.needs is not None]  # all have some
+    # An offer that names its group has needs. (The condition is for the type checker.)
+    needs = [offer.needs for offer in offers if offer.needs is not None]
+    # A round takes a quarter of the budget, and a request at most half a round or one block.
     quarter_bytes = min(offer.memory_budget_bytes for offer in offers) // 4
     request_size_bytes = min(offer.request_size_bytes for offer in offers)
     plans = plan_exchange(
@@ -141,6 +143,7 @@ def share_out(offers: Sequence[Offer]) -> list[Share | None]:
     meeting = str(uuid.uuid4())
     shares: list[Share | None] = []
     for number, plan in enumerate(plans):
+        # What this rank needs to pack its messages.
         selections = {
             (rank, segment.read): (offers[rank].selections or {})[segment.read]
             for request in plan.fetched_by(number)
@@ -153,7 +156,7 @@ def share_out(offers: Sequence[Offer]) -> list[Share | None]:
 
 
 def _spares_the_store(plans: Sequence[ExchangePlan], offers: Sequence[Offer]) -> bool:
-    """Whether a rank gets from the copy of another node what it would have to fetch."""
+    """Whether a rank gets bytes from another node's copy which it would have to fetch otherwise."""
     copied = [frozenset() if offer.copies is None else offer.copies.objects for offer in offers]
     return any(
         request.object_number in copied[fetcher] and request.object_number not in copied[receiver]
@@ -169,7 +172,8 @@ def _saves_enough(plans: Sequence[ExchangePlan], needs: Sequence[Needs]) -> bool
     A resharded state shares the blocks at the borders of shards, and a sharded state shares its few
     values. For these few percent every round would cost more than it saves.
     """
-    # A request costs as much as the gap that is read to spare one.
+    # Each receiver is spared the bytes and a request. A request counts as much as the largest gap
+    # that is read in order to spare one.
     saved_bytes = sum(
         (request.end - request.start + DEFAULT_GAP_BYTES) * len(request.messages)
         for number, plan in enumerate(plans)
@@ -194,7 +198,8 @@ def open_once(
             outcome = open_it()
         except BaseException as error:
             outcome = typed(error, current_rank(), url)
-            if not isinstance(error, Exception):  # Ctrl-C: the other ranks raise `outcome`
+            # After Ctrl-C the other ranks still wait for `outcome`, which they raise.
+            if not isinstance(error, Exception):
                 wait_for(from_first, outcome, url, group)
                 raise
     outcome = wait_for(from_first, outcome, url, group)
@@ -204,7 +209,9 @@ def open_once(
         assert outcome is not None
         return outcome
     finally:
-        del outcome  # an error has this frame, and would wait for the garbage collector
+        # A raised error refers to this frame. The frame must not refer to the error, too: the cycle
+        # would keep both until the garbage collector runs.
+        del outcome
 
 
 def all_arrived(meeting: str, count: int, config: TransferConfig, url: str) -> bool:
@@ -229,15 +236,17 @@ def all_arrived(meeting: str, count: int, config: TransferConfig, url: str) -> b
     with typed_failures(url, None):
         store = torch_private.default_store()
         arrived = store.add(arrivals_key, 1)
-        if arrived == count:  # the last to arrive decides, unless a rank has given up before
+        # `compare_set` sets a key that is not set yet, and returns its value in either case. So the
+        # last rank to arrive decides, unless another rank has given up before.
+        if arrived == count:
             return bytes(store.compare_set(decision_key, "", _TOGETHER)) == _TOGETHER.encode()
         while not _is_set(store, decision_key, patience_seconds):
-            before, arrived = arrived, store.add(arrivals_key, 0)
-            if arrived == before:  # nobody has come in the meantime
+            before, arrived = arrived, store.add(arrivals_key, 0)  # reads the counter
+            if arrived == before:  # no other rank has arrived in the meantime
                 break
-        # The first decision counts, of whichever rank it is.
+        # The first decision counts, whichever rank made it.
         decision = bytes(store.compare_set(decision_key, "", f"rank {rank}")).decode()
-    if decision == f"rank {rank}":
+    if decision == f"rank {rank}":  # it was this rank that gave up, so it says so
         logger.warning(
             "%s: %d of %d ranks have arrived to read, and no other for %.0f s (a planner's"
             " finish_plan has failed there or is slow), so each rank loads by itself",
@@ -260,5 +269,6 @@ def _is_set(store: dist.Store, key: str, timeout_seconds: float) -> bool:  # typ
             return False
         return True
 
-    # In steps in any thread: no other thread can use the store's connection during this.
+    # Every thread waits in short steps, because no other thread can use the connection to the
+    # store during one.
     return wait_in_steps(wait, timeout_seconds, step_seconds=STEP_SECONDS)

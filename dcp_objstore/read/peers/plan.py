@@ -206,24 +206,26 @@ def _ranks_with_copies(copies: Sequence[NodeCopies | None]) -> _Holders:
 def _split(needs: Sequence[Needs], holders: _Holders) -> tuple[list[_SharedBlock], list[int]]:
     """Return the shared blocks, by object and offset, and the bytes that each rank alone needs.
 
-    If rank 0 needs bytes [0, 64) and [64, 128) of an object and rank 1 only the latter, the rows in
-    order are of the ranks 0, 0 and 1. The first block has row 0 alone, and the second, which is
-    shared, has rows 1 to 2.
+    `needs` has a row for each block that a rank needs. If rank 0 needs blocks [0, 64) and [64, 128)
+    of an object and rank 1 only [64, 128), there are three rows, in order of the ranks 0, 0 and 1.
+    Block [0, 64) has row 0 alone. Block [64, 128), which is shared, has rows 1 and 2.
     """
     rows = np.concatenate(list(needs)) if needs else np.empty(0, NEED)
-    # The rank of each row.
+    # The rank that each row is of.
     ranks = np.repeat(np.arange(len(needs)), [len(of_rank) for of_rank in needs])
     order = np.lexsort((ranks, rows["end"], rows["start"], rows["object_number"]))
     rows, ranks = rows[order], ranks[order]
     if not len(rows):
         return [], []
-    # The rows of a block are rows first to last, by rank. So it is shared if these two are of
-    # different ranks.
+    # A block has the rows from its first to its last one, in order of their ranks. So it is shared
+    # if its first and its last row are of different ranks.
     block_of_row = rows[["object_number", "start", "end"]]
     firsts = np.flatnonzero(np.concatenate([[True], block_of_row[1:] != block_of_row[:-1]]))
     lasts = np.concatenate([firsts[1:], [len(rows)]]) - 1
     is_shared = ranks[firsts] != ranks[lasts]
-    if holders:  # a rank may read a block of which its node has a copy for those of other nodes
+    # A block with a copy is looked at even if one rank alone needs it, because a rank of another
+    # node may have to read the copy for it.
+    if holders:
         is_shared |= np.isin(block_of_row["object_number"][firsts], list(holders))
     alone = firsts[~is_shared]
     lengths = (rows["end"] - rows["start"])[alone]
@@ -231,18 +233,20 @@ def _split(needs: Sequence[Needs], holders: _Holders) -> tuple[list[_SharedBlock
     blocks = []
     for first, last in zip(firsts[is_shared].tolist(), lasts[is_shared].tolist(), strict=True):
         number, start, end, *_ = rows[first].item()
-        of_block = slice(first, last + 1)
+        of_block = slice(first, last + 1)  # the rows of the block
         wants: dict[int, list[_Want]] = {}
         for rank, row in zip(ranks[of_block].tolist(), rows[of_block].tolist(), strict=True):
             wants.setdefault(rank, []).append(_Want(*row[3:]))
         block = _SharedBlock(number, start, end, wants=wants, readers=list(wants))
         divided = _by_node(block, holders[number]) if number in holders else [block]
         for of_node in divided:
+            # One rank reads the block for itself alone: it is not shared after all.
             if of_node.readers == [*of_node.wants] and len(of_node.wants) == 1:
-                loads[of_node.readers[0]] += end - start  # one rank reads it for itself alone
+                loads[of_node.readers[0]] += end - start
             else:
                 blocks.append(of_node)
-    if holders:  # blocks that the same rank reads come one after the other
+    # `_merge` joins neighbours, so the blocks that the same rank reads are put next to each other.
+    if holders:
         blocks.sort(key=lambda block: (block.object_number, block.readers[0], block.start))
     return blocks, loads.tolist()
 
@@ -251,20 +255,25 @@ def _by_node(block: _SharedBlock, holders: dict[bytes, list[int]]) -> Iterator[_
     """Divide a block by the nodes that have a copy, on each of which one rank reads it.
 
     One of these nodes also serves the ranks of nodes without a copy.
+
+    Args:
+        holders: for each node that has a copy, its ranks.
     """
-    # The ranks that need the block, by their nodes.
+    # For each node that has a copy, those of its ranks that need the block.
     needing = {
         node: [rank for rank in ranks if rank in block.wants] for node, ranks in holders.items()
     }
     without_copy = block.wants.keys() - {rank for ranks in needing.values() for rank in ranks}
-    # These are served by a node that needs the block itself if there is one, else by any node that
-    # has a copy; the same one for all blocks of an object that the same ranks need.
+    # The ranks without a copy are served by a node that needs the block itself, if there is one,
+    # and otherwise by any node with a copy. The choice depends on the object's number, so all
+    # blocks of an object that the same ranks need have the same host.
     hosts = sorted(filter(needing.get, holders)) or sorted(holders)
     host = hosts[block.object_number % len(hosts)]
     for node, ranks in needing.items():
         served = [*ranks, *(without_copy if node == host else ())]
         if served:
             wants = {rank: block.wants[rank] for rank in served}
+            # If no rank of the node needs the block, any of its ranks may read it for the others.
             yield replace(block, wants=wants, readers=ranks or holders[node])
 
 
@@ -277,9 +286,10 @@ def _merge(
     need the block.
     """
     run: list[_SharedBlock] = []
-    end = 0  # of the run
+    end = 0  # where the run ends
     for block in blocks:
-        # Add it to the run: same object, same ranks, near enough, and the run is not too large.
+        # The block is added to the run if it is of the same object, the same ranks need it, it is
+        # near enough, and the run does not become too large.
         if (
             run
             and block.object_number == run[0].object_number
@@ -299,7 +309,7 @@ def _merge(
 
 def _assign(runs: Iterator[list[_SharedBlock]], loads: list[int]) -> Iterator[SharedRequest]:
     """Assign each run to the rank that has the least to fetch among those that may read it."""
-    sequences = [0] * len(loads)
+    sequences = [0] * len(loads)  # the number of requests of each rank so far
     for run in runs:
         ranks = run[0].wants
         fetcher = min(run[0].readers, key=lambda rank: (loads[rank], rank))
@@ -336,7 +346,8 @@ def _message(run: Sequence[_SharedBlock], rank: int) -> tuple[Segment, ...]:
     }
     unchanged: list[Segment] = []
     for low, high in sorted(stretches):
-        # Sending the bytes of a gap costs less than the copy that several segments need.
+        # A message of one segment is sent without a copy. To send the bytes of a small gap, too,
+        # costs less than a copy.
         if unchanged and low <= unchanged[-1].end + DEFAULT_GAP_BYTES:
             unchanged[-1] = Segment(unchanged[-1].start, max(unchanged[-1].end, high))
         else:

@@ -51,7 +51,8 @@ class SharedMemory:
         if not self.size_bytes:
             return
         if sys.platform == "linux":
-            with contextlib.suppress(OSError):  # the system does not allow it
+            # If the system does not allow shared memory, ordinary memory is used.
+            with contextlib.suppress(OSError):
                 self._memory = self._map_shared()
                 return
         self._memory = memoryview(mmap.mmap(-1, self.size_bytes))
@@ -62,6 +63,7 @@ class SharedMemory:
         self._descriptor = os.memfd_create("dcp_objstore-slots", os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, self.size_bytes)
         status = os.fstat(self._descriptor)
+        # `attach` uses the device and the inode to know that it has opened this memory.
         self.address = SharedMemoryAddress(
             boot_id,
             process_id=os.getpid(),
@@ -95,6 +97,7 @@ def attach(address: SharedMemoryAddress) -> memoryview | None:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             status = os.fstat(descriptor)
+            # In another container, the same process and descriptor numbers may be of another file.
             if (status.st_dev, status.st_ino) != (address.device, address.inode):
                 return None
             return memoryview(
