@@ -350,7 +350,7 @@ class _Bench:
         _get(self._store, first)
         next(iter(self._store.list()), None)
         self._store.delete(first.key)
-        self._scratch.keys.clear()
+        self._scratch.keys.clear()  # the object is gone, so `remove` need not delete it
 
         def spread_ms(do: Callable[[ObjectStore, _PlainRequest], None]) -> Spread:
             rounds = [self._timed(do, [request], 1) for request in requests]
@@ -391,7 +391,7 @@ class _Bench:
     def _take_turns(self, *measures: Callable[[], _Round]) -> Sequence[list[_Round]]:
         """Call each function once a round until the time is up; return the results of each."""
         turns = [(measure, list[_Round]()) for measure in measures]
-        measured = [rounds for _, rounds in turns]
+        measured = [rounds for _, rounds in turns]  # the same lists, in the order of `measures`
         for _ in range(_MOST_ROUNDS):
             began_seconds = self._elapsed_seconds
             for measure, rounds in turns:
@@ -460,7 +460,7 @@ class _Bench:
             pass
 
     def _plain_puts(self, saved: _Round) -> _Round:
-        """Send as many plain requests at a time as a save did, of the same size."""
+        """Send plain requests of the size of a save's requests, and as many at a time."""
         self._step("plain requests instead of a save")
         requests = _plan_puts(self._memory, saved.request_size_bytes)
         measured = self._timed(_put, requests, saved.connections)
@@ -468,7 +468,7 @@ class _Bench:
         return measured
 
     def _plain_gets(self, checkpoint: str, loaded: _Round) -> _Round:
-        """Send as many plain requests at a time as a load did, of the same size."""
+        """Send plain requests of the size of a load's requests, and as many at a time."""
         self._step("plain requests instead of a load")
         objects = [  # the data objects
             meta
@@ -578,7 +578,7 @@ def _plan_gets(
     """Cut objects into ranges, which are read into memory one behind the other.
 
     The memory has room for the tensors, and the objects have framing as well. The ranges for which
-    there is no room are read to the end of the memory, over others.
+    there is no room are read to the end of the memory, over the bytes of others.
 
     Args:
         objects: the objects to read.

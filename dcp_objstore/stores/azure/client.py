@@ -48,7 +48,8 @@ def azure_factory(url: StoreUrl, options: AzureOptions, credentials: Credentials
     server = endpoint or f"https://{account}.blob.core.windows.net"
     container_url = f"{server}/{url.bucket}"
     provider, copier = credentials.provider, None
-    # Without a provider obstore finds credentials by itself.
+    # Without a provider, either no credentials are sent, or obstore finds them by itself. In the
+    # second case there is no direct lane.
     sign = unsigned(container_url) if credentials.anonymous else None
     if provider is not None:
         sign = partial(_signed_get, container_url, provider)
@@ -105,7 +106,8 @@ def azure_steps(
             if status != "pending":  # `failed` or `aborted`
                 raise StoreUnavailableError(f"Azure's copy is not a success: {status}")
             answer, _ = ask("HEAD", path_of(target), {})
-    except BaseException:  # a GeneratorExit, too: the caller closes what it does not wait for
+    except BaseException:
+        # The copy is given up, or the caller has closed this generator (GeneratorExit): abort it.
         with suppress(Exception):
             query = f"comp=copy&copyid={answer['x-ms-copy-id']}"
             ask("PUT", f"{path_of(target)}?{query}", {"x-ms-copy-action": "abort"})

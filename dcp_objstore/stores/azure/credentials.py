@@ -165,8 +165,8 @@ def _from_environment(endpoint: str | None) -> Credentials | None:
     """Return the credentials of this machine, the first that there are; None if none.
 
     Args:
-        endpoint: the endpoint that the user has named; None: Azure's. The metadata service is not
-            asked for a token to send to the former.
+        endpoint: the endpoint that the user has named; None: Azure's. Only for Azure's is the
+            metadata service a source of credentials here.
     """
     for name, kind in _SECRETS.items():
         value = os.environ.get(name)
@@ -272,7 +272,7 @@ def _connection_parts(text: str) -> dict[str, str]:
 def _endpoint(options: AzureOptions, parts: Mapping[str, str]) -> str | None:
     """Return the endpoint of the blob service: of options, connection string, or environment.
 
-    None if none of them names it: it is that of the public cloud.
+    None if none of these names one: then it is in Azure's public cloud.
     """
     endpoint_url = options.endpoint_url or parts.get("blobendpoint")
     if endpoint_url:

@@ -25,7 +25,7 @@ from dcp_objstore.stores.errors import ErrorDetails, Failure, Meaning
 from dcp_objstore.stores.retries import Requests
 from dcp_objstore.stores.urls import StoreUrl
 
-# The meaning of errors that libraries raise without a status: of those that are no answer.
+# The meaning of errors of libraries that have no status, because no answer came.
 _BY_NAME: dict[str, type[DcpObjstoreError]] = {
     "google.TransportError": StoreUnavailableError,
     "google.GoogleAuthError": CredentialsError,

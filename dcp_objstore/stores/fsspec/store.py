@@ -67,7 +67,7 @@ class FsspecStore(BaseStore[str]):
         self._root: str = self._fs._strip_protocol(str(url)).rstrip("/")
         kind = type(self._fs)
         is_local = is_of(kind, "fsspec.LocalFileSystem")
-        # Whether an object is not visible before its file is closed.
+        # Whether an object appears under its name only when its file is closed.
         self._writes_whole = is_of(kind, *_OBJECT_STORES)
         # Whether it is known how the filesystem writes, and that its times are right.
         self._is_known = is_local or self._writes_whole

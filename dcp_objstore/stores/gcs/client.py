@@ -47,6 +47,7 @@ def gcs_factory(url: StoreUrl, options: GcsOptions, credentials: Credentials) ->
     sign = unsigned(bucket_url) if credentials.anonymous else None
     if provider is not None:  # as for all credentials but anonymous ones
         sign = partial(_get_with_token, bucket_url, provider, headers)
+        # All requests of a copy have the same headers, whatever their URL.
         copier = Copier(server, lambda *_: with_token("", provider(), headers).headers, gcs_steps)
     make = new_client_of(
         GCSStore, config, credentials, endpoint=endpoint, verify=options.verify, headers=headers

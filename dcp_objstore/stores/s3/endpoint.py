@@ -13,9 +13,9 @@ from dcp_objstore.stores.endpoint import is_address, server_url
 from dcp_objstore.stores.s3.options import S3Options
 
 _DEFAULT_REGION = "us-east-1"
-# In others, S3 has another domain: China, the isolated ones, the European sovereign cloud.
+# In other regions, S3 has another domain: China, the isolated ones, the European sovereign cloud.
 _USUAL_REGION = re.compile(r"(?:af|ap|ca|eu|il|me|mx|sa|us)(?:-gov)?-[a-z]+-\d+")
-# Variables that ask for other servers of AWS, and botocore's names for the same in a profile.
+# Variables that ask for other servers of AWS, and botocore's names of these settings in a profile.
 _VARIANTS = {
     "AWS_USE_FIPS_ENDPOINT": "use_fips_endpoint",
     "AWS_USE_DUALSTACK_ENDPOINT": "use_dualstack_endpoint",

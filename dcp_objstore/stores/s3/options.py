@@ -152,8 +152,8 @@ class S3Options(Schema):
 
         Raises:
             ConfigError: the certificates to trust cannot be read; the environment asks for a
-                checksum or an encryption that does not exist, or names a key that nothing would
-                encrypt with (obstore would send it with AES256 as well, which AWS refuses).
+                checksum or an encryption that does not exist, or names a KMS key where there is no
+                encryption by KMS (obstore would send it with AES256, too, which AWS refuses).
         """
         payer = self.option("requester_pays").from_environment() or ""
         # The certificates of the environment count unless `verify` says otherwise.

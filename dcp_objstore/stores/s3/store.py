@@ -168,7 +168,7 @@ class S3Store(BaseStore["dict[str, str]"]):
     ) -> Version:
         condition = _condition_arguments(precondition)
         views = [memoryview(buffer) for buffer in buffers]
-        if not condition:  # without one, it does no harm to write the same again
+        if not condition:  # then it does no harm to write the same bytes again
             return self._put_whole(place, views, retry=retry)
         try:
             with self._conditional_write():
@@ -235,7 +235,7 @@ class S3Store(BaseStore["dict[str, str]"]):
         max_concurrency: int,
         moved: Callable[[int], None],
     ) -> Version:
-        """Copy each source in parts (`UploadPartCopy`), on the condition that it has its ETag.
+        """Copy each source in parts (`UploadPartCopy`), if it still has the ETag of its version.
 
         Some servers ignore that condition. So each source is looked at again when all parts are
         copied, and before the object is made of them.
@@ -418,7 +418,7 @@ def check_range_answer(answer: Mapping[str, Any], start: int, end: int) -> None:
     content_range = str(answer.get("ContentRange", ""))
     if not content_range.startswith(f"bytes {start}-{end - 1}/"):
         size = content_range.rpartition("/")[2]
-        if size.isdecimal() and int(size) < end:
+        if size.isdecimal() and int(size) < end:  # the object ends before the range does
             raise CorruptDataError(f"bytes [{start}, {end}) of an object of {size} bytes")
         raise errors.ANOTHER_RANGE.error(repr(content_range))
     # A body in chunks is announced without its length.

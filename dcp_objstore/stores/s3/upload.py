@@ -124,9 +124,9 @@ class MultipartUpload:
             What a part met.
         """
         self.wait()
-        # An entry is the ETag of a part and its checksum, if any. S3 wants the checksums again for
-        # the algorithms with which it makes the object's checksum of those of the parts
-        # ("Checking object integrity": composite checksums).
+        # An entry is the ETag of a part and its checksum, if any. S3 wants the parts' checksums
+        # again if it makes the object's checksum of them ("Checking object integrity": composite
+        # checksums).
         listed = [
             {"PartNumber": number, **self._entries[number]} for number in sorted(self._entries)
         ]
