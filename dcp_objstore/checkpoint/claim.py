@@ -114,7 +114,8 @@ def check_claim(claim: RunClaim | None, step: StoreSpec) -> int | None:
             f"claim must be what dcp_objstore.claim_run returned, got {type(claim).__name__}"
         )
     run, _ = step.parent()
-    # A URL can be written in several ways; `at` brings the claim's into the form of the step's.
+    # No run is above a step at the root of a store. A URL can be written in several ways; `at`
+    # brings the claim's into the form of the step's.
     if run is None or run.url != step.at(claim.url).url:
         raise errors.InputError(
             f"the claim is for the run {claim.url}, but this step is not directly below it",

@@ -425,7 +425,12 @@ def _may_replace(rival: Marker, replaced: Marker | None, claim: int) -> bool:
 
 
 def _lost(store: ObjectStore, stored: Stored[Marker] | None, claim: int) -> LostRaceError:
-    """Return the error of a save of this claim whose marker another job has changed."""
+    """Return the error of a save that another job has defeated by changing the marker.
+
+    Args:
+        stored: the marker as it is now; None if there is none.
+        claim: number of the claim of the job that saves; 0 for none.
+    """
     later = max(stored.record.claim, stored.record.base) if stored else 0
     if later > claim:
         return SupersededError(

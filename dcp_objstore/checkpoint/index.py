@@ -255,7 +255,7 @@ class Index:
     def __post_init__(self) -> None:
         """Find out where in the columns each key and each row begins.
 
-        A sum of the counts of all that comes before something is the position at which it begins.
+        Each begins at the sum of the counts of all that comes before it.
         """
         counts = [tensor.chunk_count for tensor in self.tensors.values()]
         rows = itertools.accumulate([*counts, *(1 for _ in self.blobs)], initial=0)
@@ -347,6 +347,7 @@ class Index:
             rows = np.flatnonzero(ndim_of_row == ndim)
             group_counts = counts[ndims == ndim]
             owner = np.repeat(np.arange(len(tensors)), group_counts)
+            # The position in the group of each tensor's first chunk.
             first_of_owner = np.cumsum(group_counts) - group_counts
             chunk_in_tensor = np.arange(len(owner)) - first_of_owner[owner]
             mask, shape = ndim_of_number == ndim, (len(rows), ndim)
@@ -576,8 +577,8 @@ def _check_items(index: Index) -> None:
         ),
     )
     end = size - remaining
-    # By object, then by offset, then by end. Each item in `after` follows the one at its position
-    # in `before`.
+    # By object, then by offset, then by end, so that items overlap only if neighbours do. Each item
+    # in `after` follows the one at its position in `before`.
     order = np.lexsort((end, columns.offset, columns.object_number))
     before, after = order[:-1], order[1:]
     same_object = columns.object_number[before] == columns.object_number[after]

@@ -269,7 +269,10 @@ def _accepts_in_the_end(
 
 
 def _race_has_one_winner(store: ObjectStore, key: str) -> bool:
-    """Create one object from several threads; return whether at most one succeeded."""
+    """Create one object from several threads; return whether at most one succeeded.
+
+    That none succeeds says nothing against the store: it may have been too busy to answer.
+    """
     start = threading.Barrier(_RACERS)
 
     def race(number: int) -> bool:

@@ -440,8 +440,8 @@ class _Sweep:
 
         Args:
             report: the report so far.
-            plan: what the listing showed.
-            stored: the marker as it was read; None if there is none.
+            plan: the plan, made from the listing, which came before the fence.
+            stored: the marker as it was read before that; None if there was none.
         """
         if self.dry_run:
             change = None if stored is None else self._align(stored).change

@@ -160,8 +160,8 @@ def failure(url: StoreUrl, check: Check, error: errors.DcpObjstoreError) -> Verd
         text = "these credentials do not have the right to read it"
         return not_made(text, allow(check.rights, url))
     if check.kind == "rule":
-        # Only S3 has these requests, so at another store there is nothing to check. On `s3://` the
-        # error says that boto3 or the server lacks them, so the check was not made.
+        # Only S3 has these requests, so at another store there is nothing to check. On `s3://` an
+        # UnsupportedError says that boto3 or the server lacks them, so the check was not made.
         is_absent = isinstance(error, errors.UnsupportedError) and url.scheme != "s3"
         return (not_applicable if is_absent else not_made)(error.message)
     details = {"error": type(error).__name__, "message": error.message}

@@ -103,7 +103,7 @@ class Scratch:
 
         Whatever fails, the rest is tried.
         """
-        errors: list[DcpObjstoreError] = []  # a longer list after an attempt: it failed
+        errors: list[DcpObjstoreError] = []  # an attempt that makes it longer has failed
         listed_before = _attempt(errors, lambda: {meta.key for meta in self.store.list()})
         undeleted = set()
         for key in sorted(self.keys | (listed_before or set())):
