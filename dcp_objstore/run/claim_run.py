@@ -66,7 +66,8 @@ def claim_run(
         return RunClaim(spec.url, rule.claim_run(run, spec.open_child))
 
     checked, _ = capture(lambda: StoreSpec(url, storage_options, config))
-    checked_url = None if checked is None else checked.url  # a wrong URL may have a password in it
+    # `make` raises the error of a wrong URL. Other errors do not name it: it may have a password.
+    checked_url = None if checked is None else checked.url
     with meeting(checked_url, process_group or world_group(), every_rank("dcp_objstore.claim_run")):
         return on_first(make, checked_url, sync_group(process_group, config))
 
@@ -74,11 +75,14 @@ def claim_run(
 def go_back(
     run: StoreSpec, claim: RunClaim, resumed: int, saves: int, names: StepNames = STEP_NAMES
 ) -> RunClaim:
-    """Go back to a step: with the save of another, later steps of the run stop counting.
+    """Prepare the first save of a job that has gone back to an earlier step.
 
-    One rank calls it. Checkpoints with other names than the steps still count.
+    With the commit of that save, the steps after `resumed` stop counting. Checkpoints whose names
+    are not those of steps still count. One rank calls this.
 
     Args:
+        run: the run.
+        claim: the claim of the job.
         resumed: the number of the step to which the job has gone back.
         saves: the number of the step that it saves next.
         names: the names of the run's steps.
@@ -92,6 +96,7 @@ def go_back(
     """
 
     def keeps(name: str) -> bool:
+        """Return whether the checkpoint with this name still counts."""
         number = names.number(name)
         return number is None or number <= resumed
 

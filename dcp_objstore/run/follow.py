@@ -111,7 +111,7 @@ def follow(
 
 
 def _order(bound: int | str | None) -> _Order | None:
-    """Return the sort key of a bound, by which names are compared."""
+    """Return the sort key of `after` or `until`: a name, or the number of a `step-N`."""
     if bound is None or isinstance(bound, str):
         return None if bound is None else natural_order(bound)
     step = as_step(bound)
@@ -171,7 +171,8 @@ class _Follower:
     def _next(self) -> ListedCheckpoint | None:
         """Wait for the next step and return it; None at the end."""
         give_up_at = monotonic() + self.timeout_seconds
-        failure = None  # of the last poll; the listing before it is still used
+        # The error of the last poll, if it failed. The listing of the poll before is still used.
+        failure = None
         while True:
             try:
                 if self.listed is None or monotonic() >= self.poll_at:
@@ -181,7 +182,7 @@ class _Follower:
                 if step is not None or self._is_over(self.listed):
                     return step
             except errors.RetryableError as error:
-                if self.listed is None:
+                if self.listed is None:  # the first poll has failed
                     raise
                 logger.warning("%s: the next poll tries again: %s", self.run.url, error)
                 failure = error
@@ -191,13 +192,14 @@ class _Follower:
                     raise failure
                 logger.info("%s: no new step in %g s", self.run.url, self.timeout_seconds)
                 return None
+            # Nothing sets the event: this only sleeps, and Ctrl-C ends it.
             wait_until(threading.Event(), min(self.poll_at, give_up_at) - now)
 
     def _poll(self) -> Catalogue:
-        """List the run."""
+        """List the run; on the way, report dropped steps and remove pins that were left."""
         try:
             listed = catalogue(self.run, read=self.markers.read)
-        finally:
+        finally:  # after a poll that failed, too
             self.poll_at = monotonic() + self.poll_seconds
         self.markers.forget_others(listed.objects_at)
         self._report_dropped(listed)
@@ -208,15 +210,16 @@ class _Follower:
         return listed
 
     def _report_dropped(self, listed: Catalogue) -> None:
-        """Report the steps that have come and no longer count, unless they were deleted."""
+        """Call `on_dropped` for yielded steps that no longer count, unless they were deleted."""
         counting = {step.marker.commit_id for step in listed.steps}
         for commit_id in [each for each in self.yielded if each not in counting]:
             step = self.yielded.pop(commit_id)
             latest = self.markers.get(step.name)
+            # The step is gone, its marker cannot be read, or it was deleted.
             if latest is None or latest.stored is None or not latest.marker.is_committed:
                 continue
-            # The markers of deleted steps are not read once their objects are gone, so the latest
-            # one that was read may be that of before the deletion.
+            # The marker of a deleted step is not read any more once the step's objects are gone. So
+            # `latest` may be from before the deletion, unless its object is still the one listed.
             if latest.objects[MARKER_KEY] == listed.objects_at[step.name].get(MARKER_KEY):
                 self.on_dropped(replace(step, state="superseded"))
 
@@ -247,6 +250,7 @@ class _Follower:
         while wanted := self._wanted(listed):
             step = self._chosen(wanted)
             exists = self.pin is None or self._pin(step.store.url, self.pin)
+            # If the newest step was deleted, the older ones are not skipped for its sake.
             yielded_or_skipped = wanted if exists and self.skip_to_newest else [step]
             self.seen |= {entry.marker.commit_id for entry in yielded_or_skipped}
             if exists:
@@ -268,7 +272,8 @@ class _Follower:
         """Pin a step; return False if it was deleted."""
         settings: Any = {"storage_options": self.run.storage_options, "config": self.run.config}
         try:
-            # One answer that it is absent proves nothing: the step would never come.
+            # Ask twice before the step is believed to be deleted: the first answer may be damaged,
+            # and then the step would never come.
             pin = partial(upkeep.pin, url, name, **settings)
             retry_damaged(pin, errors.CheckpointNotFoundError)
         except errors.CheckpointNotFoundError:
@@ -285,7 +290,7 @@ class _Follower:
         """Remove the pin of a step; an error is logged."""
         settings: Any = {"storage_options": self.run.storage_options, "config": self.run.config}
         try:
-            with suppress(errors.CheckpointNotFoundError):  # and with it the pin
+            with suppress(errors.CheckpointNotFoundError):  # the step was deleted, with its pin
                 upkeep.unpin(url, name, **settings)
         except errors.DcpObjstoreError as error:
             logger.warning(
@@ -296,10 +301,14 @@ class _Follower:
             )
 
     def _unpin_stale(self, name: str, listed: Catalogue) -> None:
-        """Remove the pins with this name that were left: one was killed, or could not do it."""
+        """Remove the pins that a follower with this name has left.
+
+        It was killed, or this one could not remove a pin when its step was done with.
+        """
         wanted = self._wanted(listed)
         for step in self.markers.values():
             if step.stored is None or name not in step.marker.pins:
                 continue
+            # The step that comes next keeps its pin, which it would get again at once.
             if not wanted or step is not self._chosen(wanted):
                 self._unpin(step.store.url, name)

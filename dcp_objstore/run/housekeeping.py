@@ -62,7 +62,7 @@ def after_commit(
         if previous is not None:
             previous.join()
         if handle is not None:
-            # `exception` would mark the error as seen, so that nothing reports it.
+            # `handle.exception()` would mark an error as seen, so that nothing else reports it.
             handle._ended.wait()
             if handle._error is not None:
                 return
@@ -96,11 +96,17 @@ class Deletions:
         self._pending: deque[_PendingRemoval] = deque()
 
     def delete(self, spec: StoreSpec, claim: int | None, *, allow_newest: bool) -> None:
-        """Delete a checkpoint, as `upkeep.delete_step` does, and remove what is due."""
+        """Delete a checkpoint, as `upkeep.delete_step` does; then call `remove_due`.
+
+        Args:
+            spec: the store's URL and options, with the checkpoint as its root.
+            claim: the number of the job's claim, as for `delete_step`.
+            allow_newest: as for `delete_step`.
+        """
         report = delete_step(
             spec, claim, grace_seconds=self._grace_seconds, allow_newest=allow_newest
         )
-        if self._grace_seconds:
+        if self._grace_seconds:  # otherwise `delete_step` has removed the objects
             due_at = self._clock() + self._grace_seconds
             self._pending.append(_PendingRemoval(due_at, spec, report.commit_id))
         self.remove_due()
@@ -154,10 +160,10 @@ class Retainer:
         self._clock = clock
         self.deletions = Deletions(grace_seconds, clock)
         self._sweeps = sweeps
-        self._swept_at: float | None = None
-        self._sweeper: Spawned | None = None
-        self._ended = threading.Event()
-        self._markers = Markers()
+        self._swept_at: float | None = None  # when the last sweep began, by the clock
+        self._sweeper: Spawned | None = None  # the thread of the last sweep
+        self._ended = threading.Event()  # set by `end`
+        self._markers = Markers()  # what was read of the run, for the next listing
         self.resumed: int | None = None
         self.claim: RunClaim | None = None
 
@@ -167,7 +173,7 @@ class Retainer:
         An error is logged, not raised.
         """
         try:
-            # In its own thread: neither deletions nor the end of the job wait for it.
+            # The sweep has its own thread: neither deletions nor the end of the job wait for it.
             if self._sweeper is None or not self._sweeper.is_alive():
                 self._sweeper = spawn(self.sweep, "sweep")
             if self._policy is not None:
@@ -185,10 +191,14 @@ class Retainer:
         self._ended.set()
 
     def _apply(self, policy: RetentionPolicy, newest: int) -> None:
-        """Delete what the policy does not keep of the steps that are there now.
+        """Delete the steps that the policy does not keep.
 
-        The run is listed each time: others may have deleted what this job knows, and a step that is
-        gone, or whose index is, must not displace one that is there.
+        The run is listed each time, because others may have deleted steps that this job knows. A
+        step that is gone, or whose index is, must not take the place of one that is there.
+
+        Args:
+            policy: what to keep.
+            newest: the number of the step that this job has just committed.
         """
         listed = catalogue(self._run, read=self._markers.read)
         self._markers.forget_others(listed.objects_at)
@@ -205,9 +215,10 @@ class Retainer:
             self._delete(steps[step].name)
 
     def sweep(self) -> None:
-        """Sweep the run, unless that was done in the last hour. It may be cut short anywhere.
+        """Sweep the run, unless that was done in the last hour.
 
-        A `DcpObjstoreError` is logged, not raised.
+        A crash or the end of the program may cut it short anywhere. A `DcpObjstoreError` is logged,
+        not raised.
         """
         now = self._clock()
         is_due = self._swept_at is None or now - self._swept_at >= _SWEEP_EVERY_SECONDS
@@ -216,7 +227,7 @@ class Retainer:
         self._swept_at = now
         try:
             swept = sweep_below(self._run, is_over=self._ended.is_set)
-        except UnsupportedError as error:
+        except UnsupportedError as error:  # no later sweep would do better
             self._sweeps = False
             logger.info("%s is not swept: %s", self._run.url, error)
             return
@@ -235,9 +246,10 @@ class Retainer:
     def _delete(self, name: str) -> None:
         """Delete a step, unless it was deleted or pinned since the run was listed."""
         step = self._run.child(name)
+        # 0: a job without a claim deletes no step of any claim.
         number = self.claim.number if self.claim is not None else 0
         try:
-            # It is not the newest: the plan was made with a list of the whole run.
+            # This is not the newest step, so that needs no check: the plan keeps that one.
             self.deletions.delete(step, number, allow_newest=True)
         except (CheckpointNotFoundError, CheckpointPinnedError):
             return

@@ -1,5 +1,7 @@
 """`list_checkpoints`: what lies at and below a URL. `steps`: the steps of a run that count.
 
+The base of a run is the number of the oldest claim whose steps count; 0 if all count.
+
 No torch, and only what is needed is imported: `ls` starts quickly.
 """
 
@@ -140,10 +142,11 @@ def list_checkpoints(
     spec = StoreSpec(url, storage_options, config)
     store = spec.open()
     base_above, stored = _base_above(spec), read_marker(store)
+    # The checkpoint at the URL itself, whose objects are not listed yet.
     itself = None if stored is None else Entry("", store, {}, stored)
     try:
         checkpoints, unread = _Lister(spec, itself, base_above).list_below(store)
-    except errors.PermissionDeniedError as error:
+    except errors.PermissionDeniedError as error:  # these credentials may not list
         if itself is None:
             raise
         return Listing(url=spec.url, checkpoints=(as_listed(itself, base_above),), unlisted=error)
@@ -264,12 +267,12 @@ class _Lister:
         try:
             return _Run(read_standing(spec.open(), spec.open_child, expected=True))
         except (errors.CheckpointCorruptError, errors.UnsupportedError) as error:
-            return _Run(Standing(None, 0), error)
+            return _Run(Standing(None, 0), error)  # all steps count
 
     def _read_entry(self, objects_at: Mapping[str, Objects], prefix: str) -> Entry:
         """Read the marker of the checkpoint at a prefix, if it has one."""
         objects = objects_at.get(prefix, {})
-        if self.itself is not None and not prefix:
+        if self.itself is not None and not prefix:  # its marker was read before the listing
             return replace(self.itself, objects=objects)
         if MARKER_KEY in objects:
             return read_entry(prefix, self.spec.open_child(prefix), objects)
@@ -277,7 +280,7 @@ class _Lister:
 
     def _base(self, prefix: str, runs: Mapping[str, _Run]) -> int:
         """Return the base of the run that has the checkpoint at a prefix."""
-        if not prefix:
+        if not prefix:  # the checkpoint at the URL itself
             return self.base_above
         # The last segment is the step's name; the segments before it name the run.
         run = runs.get(prefix.rpartition("/")[0])
@@ -314,7 +317,7 @@ def as_listed(entry: Entry, base: int) -> ListedCheckpoint:
             user_metadata=marker.user_metadata,
             is_fence=marker.index is None,
         )
-    # Another library wrote it, or the marker was removed.
+    # There is no marker: another library wrote the checkpoint, or the marker was removed.
     if entry.error is None and DOT_METADATA_KEY in entry.objects:
         data = [meta for key, meta in entry.objects.items() if key.endswith(".distcp")]
         return ListedCheckpoint(

@@ -65,7 +65,11 @@ class _Trained:
     pid: int = field(default_factory=os.getpid)
 
     def print_unclosed(self) -> None:
-        """Print what is lost, if a step was passed. Called at collection of the manager or exit."""
+        """Print what is lost, if the manager was used to train.
+
+        `weakref.finalize` calls this when the manager is collected, or when the program ends.
+        """
+        # A forked child has a copy of the manager, which is not its own to close.
         if self.last_step is None or os.getpid() != self.pid:
             return
         lost = (
@@ -225,7 +229,7 @@ class CheckpointManager:
             raise ConfigError(f"preemption must be a dcp_objstore.Preemption, got {preemption!r}")
         self._saves_preempted = preemption.save
         self._preemption = PreemptionWatch(preemption)
-        # Nothing asks a watch whose manager was not closed.
+        # If the manager is collected and was not closed, nobody asks the watch any more.
         weakref.finalize(self, self._preemption.restore)
         self._claims_run = claim_run
         self._group_given = process_group
@@ -247,11 +251,11 @@ class CheckpointManager:
         self._consensus: StepConsensus | None = None
         self._group: dist.ProcessGroup | None  # set by `_set_up`
         self._closed = False
-        self._last_step: int | None = None
+        self._last_step: int | None = None  # the step that was loaded, or passed to `step` since
         self._saves_last = save_last
         self._unsaved: _Unsaved | None = None  # the last step, if it was not saved
-        self._preempted = False
-        self._steps_unasked = 0
+        self._preempted = False  # whether the ranks have agreed that the job must end
+        self._steps_unasked = 0  # calls of `step` since then, without one of `preempted`
         self.last_resume: ResumeReport | None = None
         self._trained = _Trained(self._url)
         self._unclosed = weakref.finalize(self, self._trained.print_unclosed)
@@ -311,7 +315,7 @@ class CheckpointManager:
                 self._saves.end()
             note()
         finally:
-            self._end()  # last: a signal that came before takes effect
+            self._end()  # last, because a signal that was put off may end the program here
 
     def finish(self) -> None:
         """Close the manager, and note in the run that it is finished: `follow` ends. A collective.
@@ -330,7 +334,8 @@ class CheckpointManager:
         self._own_run()
 
         def note() -> None:
-            assert self.claim is not None  # of `_own_run`, or of going back in the last save
+            # `_own_run` has set it; the save of the last step may have changed it (`go_back`).
+            assert self.claim is not None
             run_claim.finish(self._run, self.claim)
 
         self._close(lambda: on_first(note, self._url, self._group))
@@ -340,9 +345,11 @@ class CheckpointManager:
         last, self._unsaved = self._unsaved, None
         if last is None or not self._saves_last or (self._preempted and not self._saves_preempted):
             return
-        failed = saves.finish_pending_quietly()  # on all ranks, or on none
-        if not saves.knows(last.step):  # Ctrl-C may have come when its save had begun
+        failed = saves.finish_pending_quietly()  # the same on all ranks
+        # The step may be saved all the same: Ctrl-C may have come just after its save had begun.
+        if not saves.knows(last.step):
             self.save(last.step, last.state, **last.described)
+        # Raise the error of the save before, unless its step is saved now or that is tolerated.
         if failed is None or saves.knows(failed.step) or saves.tolerates(failed.error):
             return
         raise failed.error
@@ -359,10 +366,10 @@ class CheckpointManager:
 
     def _abandon(self, error: BaseException) -> None:
         """Wait for the save under way on this rank alone: other ranks may be anywhere."""
-        assert self._consensus is not None  # of `__enter__`
+        assert self._consensus is not None  # `__enter__` has made both
         assert self._saves is not None
         try:
-            self._consensus.close()  # now: other ranks may be waiting to agree with this one
+            self._consensus.close()  # first: other ranks may be waiting to agree with this one
             self._saves.abandon(error)
         finally:
             self._end()  # last, so that no signal cuts the save short
@@ -376,10 +383,11 @@ class CheckpointManager:
         if self._saves is None:
             with meeting(self._url, self._group_given or world_group()):
                 self._group = sync_group(self._group_given, self._run.config)
-            # The thread of the consensus must not keep a manager alive that is never closed.
-            ask = weakref.WeakMethod(self._ask)
+            # By a weak reference, so that the thread of the consensus does not keep a manager alive
+            # that is never closed.
+            ask_ref = weakref.WeakMethod(self._ask)
             self._consensus = StepConsensus(
-                lambda: asked() if (asked := ask()) is not None else frozenset(),
+                lambda: ask() if (ask := ask_ref()) is not None else frozenset(),
                 store=shared_store(self._url, self._group),
                 rank=rank_in(self._group),
                 world_size=count_ranks(self._group),
@@ -441,6 +449,7 @@ class CheckpointManager:
         known = saves.knows(step)
         self._unsaved = None if known else _Unsaved(step, state, described)
         self._trained.last_step, self._trained.is_saved = step, known
+        # What the ranks have agreed to do at this step boundary: mostly nothing.
         reasons = self._consensus.reached()
         timed = saves.next_timed in reasons
         self._steps_unasked += self._preempted
@@ -465,7 +474,8 @@ class CheckpointManager:
             self._preemption.raise_held()
         if known or not (due or timed):
             return False
-        # The timer asks when a rank has ended the save before, so the others are about to.
+        # A rank's timer only asks after the end of the rank's last save. So that save is about to
+        # end on the other ranks, too, and the wait for it is short.
         on_busy = self._on_busy if due else "wait"
         return self.async_save(step, state, on_busy=on_busy, **described) is not None
 
@@ -559,7 +569,8 @@ class CheckpointManager:
         """Claim the run, on the first call, before anything is loaded or saved. A collective."""
         saves = self._set_up()
         if self._claims_run and self._retainer.claim is None:
-            # The manager's own group: without it, each rank would claim the run for itself.
+            # If the group of `_set_up` was destroyed since, this raises. Without that group, each
+            # rank would claim the run for itself.
             self._retainer.claim = run_claim.claim_run(
                 self._url, process_group=self._group, **self._access
             )
@@ -571,12 +582,13 @@ class CheckpointManager:
         before, self._last_step = self._last_step, step
         if self._every is None:
             return False
-        if before is None:
+        if before is None:  # on the first call, only this step can be a multiple
             before = step - 1
+        # Step 0 is none: `max` keeps it from being due.
         return step // self._every > max(before, 0) // self._every
 
     def _ask(self) -> frozenset[str]:
-        """Return what this rank wants the ranks to agree on. Called in the consensus thread."""
+        """Return what this rank wants all ranks to do. Called in the thread of the consensus."""
         wanted = set()
         if not self._preempted and self._preemption.announced():
             wanted.add(_PREEMPTED)
@@ -621,16 +633,19 @@ class CheckpointManager:
         step = as_step(step)
         saves = self._set_up()
         saves.end()  # waits for deletions, too: none may take the step that is loaded
+        # A step that is wrong, or not the same, on some rank is refused on all.
         _, refused = capture(lambda: None if step is None else check_step(step))
         raise_on_all(refused, self._url, self._group, same={"step": step})
         self._own_run()
-        self._unsaved = self._trained.last_step = None  # this load replaces its state
+        # The load replaces the state of the last step, which can then not be saved any more.
+        self._unsaved = self._trained.last_step = None
         load = partial(self._load_one, state)
         if step is not None:
             report = ResumeReport(step, load(step))
         else:
             report = load_newest(self._run, self._group, load)
-        # Without a claim, a damaged step is replaced when the job saves it again.
+        # Newer steps that were skipped still count. With a claim, the next save goes back behind
+        # them. Without one, a damaged step is only replaced when the job saves it again.
         passed_over = bool(report.skipped) and self._claims_run
         saves.resume(report.step, went_back=step is not None or passed_over)
         self._last_step = report.step
@@ -638,6 +653,7 @@ class CheckpointManager:
         return report.step
 
     def _load_one(self, state: MutableMapping[str, Any], step: int) -> LoadReport:
+        """Load one step of the run into the state. A collective."""
         return load_api.load(
             state,
             step_url(self._url, step),
@@ -712,6 +728,7 @@ class CheckpointManager:
     def _change_pins(
         self, change: Callable[..., tuple[str, ...]], step: int, name: str
     ) -> tuple[str, ...]:
+        """Call `upkeep.pin` or `upkeep.unpin` on rank 0; return its result on all ranks."""
         self._set_up()
         url = step_url(self._url, step)
         return on_first(lambda: change(url, name, **self._access), self._url, self._group)

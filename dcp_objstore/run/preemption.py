@@ -91,14 +91,18 @@ class PreemptionWatch:
         self._slow_check_seconds = slow_check_seconds
         self._signals = tuple(preemption.signals)
         self._check = preemption.check
+        # The handlers that were installed before, by signal.
         self._before: dict[signal.Signals, Any] = {}
-        self._put_off: set[int] = set()  # signals that came, and whose earlier action is to follow
-        self._answered = False
-        self._announced = False
-        self._called_at: float | None = None  # when the check was called last; inf if it returned
-        self._warned: set[str] = set()
-        self._ended = False
-        self._handler_error: BaseException | None = None  # what an earlier handler raised
+        # The signals that came, and for which `end` does what the process did on them before.
+        self._put_off: set[int] = set()
+        self._answered = False  # whether `answer` was called
+        self._announced = False  # whether a signal or the check has said that the job must end
+        # When the call of the check that is under way began; inf between two calls, None before
+        # the first one.
+        self._called_at: float | None = None
+        self._warned: set[str] = set()  # the texts of the warnings that were logged
+        self._ended = False  # whether `restore` was called
+        self._handler_error: BaseException | None = None  # what an earlier handler has raised
 
     def announced(self) -> bool:
         """Return whether the job must end. The first call starts the thread of the check."""
@@ -106,6 +110,7 @@ class PreemptionWatch:
             keep_checking = partial(_keep_checking, weakref.ref(self), self._check_every_seconds)
             spawn(keep_checking, "preemption-check")
             self._called_at = time.monotonic()
+        # Without a call under way, the difference is minus infinity.
         elif time.monotonic() - (self._called_at or math.inf) >= self._slow_check_seconds:
             self._warn(
                 "the check for preemption has not returned for %d s; signals and timed saves do not"
@@ -115,7 +120,10 @@ class PreemptionWatch:
         return self._announced
 
     def _asks_again(self) -> bool:
-        """Call the check; return whether to call it again. Called in its thread."""
+        """Call the check; return whether to call it again. Only the thread of the check does this.
+
+        Once the job must end or the watch has ended, it returns False and calls nothing.
+        """
         if self._check is None or self._announced or self._ended:
             return False
         self._called_at = time.monotonic()
@@ -142,6 +150,7 @@ class PreemptionWatch:
         if in_main_thread():
             _installed.add(self)
             for number in self._signals:
+                # If this watch is installed again, the handler before is its own: the first counts.
                 self._before.setdefault(number, signal.signal(number, self._handle))
         elif self._check is None and self._signals:
             logger.warning(
@@ -153,7 +162,9 @@ class PreemptionWatch:
         """Install the earlier handlers again, except where the program has changed them since."""
         self._ended = True
         _installed.discard(self)
-        for watch in list(_installed):  # those that were installed later do not call this one
+        # A watch that was installed later has this one's handler as its earlier one. From now on it
+        # has the handler that this one found.
+        for watch in list(_installed):
             for number in watch._before.keys() & self._before.keys():
                 if watch._before[number] == self._handle:
                     watch._before[number] = self._before[number]
@@ -168,10 +179,11 @@ class PreemptionWatch:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: note it, and put off whatever would end the process (see the class)."""
         before = self._before.get(signal.Signals(number))
-        if self not in _installed:
+        if self not in _installed:  # restored, but a handler that was installed later calls this
             self._pass_on(number, frame)
             return
         self._announced = True
+        # `default_int_handler`, which raises KeyboardInterrupt, is put off like a default action.
         if not callable(before) or before is signal.default_int_handler:
             self._put_off.add(number)
             return
@@ -185,6 +197,7 @@ class PreemptionWatch:
         before = self._before.get(signal.Signals(number))
         if callable(before):
             before(number, frame)
+        # While another watch catches the signal, that one decides what becomes of it.
         elif before != signal.SIG_IGN and not any(number in watch._before for watch in _installed):
             present = signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)  # mostly the end of the process
@@ -204,8 +217,9 @@ class PreemptionWatch:
     def end(self) -> None:
         """Restore the earlier handlers, then let the signals that were put off take effect.
 
-        After `answer` they have none: the program knows that it must end. Otherwise the process may
-        end here, or an earlier handler raises. The error that is being raised is logged before.
+        After `answer` they have no effect, because the program knows that it must end. Otherwise
+        the process may end here, or this raises what an earlier handler raises or has raised. So an
+        error that is already being raised is logged before.
         """
         self.restore()
         put_off = set() if self._answered else self._put_off
@@ -217,7 +231,9 @@ class PreemptionWatch:
             if in_main_thread():
                 self._pass_on(number, None)
             else:
-                signal.raise_signal(number)  # `_handle` passes it on, in the main thread
+                # `restore` could not remove `_handle`, which passes the signal on in the main
+                # thread.
+                signal.raise_signal(number)
         self.raise_held()
 
 

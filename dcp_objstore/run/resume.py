@@ -71,24 +71,31 @@ def load_newest(
 ) -> ResumeReport:
     """Load the newest step that is whole. A collective.
 
-    A step is skipped only if a verification finds, too, that it is damaged or gone, because a job
-    that goes on from an older step ends the newer ones.
+    A step is skipped only if a verification finds, too, that it is damaged or gone. For a job that
+    goes on from an older step makes the newer ones stop counting.
+
+    Args:
+        run: the run.
+        group: the ranks that load; None if this process is alone.
+        load: a function that loads the step with this number into the state.
 
     Raises:
         CorruptDataError: there are steps, but none can be loaded; this is the error of the newest.
             The state may be partly filled, so training must not start from it.
         RetryableError: a load met what the verification does not find.
-        CheckpointGoneError: the last step of the run was deleted while it was loaded. The same
-            holds for the state.
+        CheckpointGoneError: the last step of the run was deleted while it was loaded. The state
+            may be partly filled then, too.
         DcpObjstoreError: any error other than damage; raised at once.
     """
     skipped: list[SkippedStep] = []
     url = run.url
     most: int | None = _LOOKED_AT_FIRST  # how many steps to list; None: all
-    while True:  # until a list of all steps has none that was not tried: a step may be new by then
+    # Until all steps are listed and all were tried: new ones may have been saved meanwhile.
+    while True:
         tried = {skip.step for skip in skipped}
         listed = on_first(partial(step_numbers, run, most, with_damaged=True), url, group)
         untried = [step for step in listed if step not in tried]
+        # A list that is shorter than it may be has all steps.
         if not untried and (most is None or len(listed) < most):
             break
         most = None
@@ -113,7 +120,9 @@ def load_newest(
                         step,
                         error,
                     )
-    for kind in (CorruptDataError, CheckpointGoneError):  # the state may be partly filled
+    # After these errors, the state may be partly filled. Steps that were not found, the only ones
+    # that remain, were not begun to be loaded, so the state is unchanged.
+    for kind in (CorruptDataError, CheckpointGoneError):
         for skip in skipped:
             if isinstance(skip.error, kind):
                 raise skip.error
@@ -128,6 +137,7 @@ def _is_lost(step: StoreSpec, key: str | None) -> bool:
     """
     verify = partial(verify_at, step, EventSettings(None, None), deep=False, progress=False)
     try:
+        # First what takes few requests, then the payload.
         is_whole = verify(quick=True).ok and verify(quick=False, only_key=key).ok
     except (CheckpointGoneError, CheckpointNotFoundError):
         return True

@@ -60,6 +60,15 @@ class FailedSave(NamedTuple):
 class RunSaves:
     """The saves of this job in a run. All ranks call its methods, except those marked "Local".
 
+    Args:
+        run: the run.
+        group: the ranks that save; None if this process is alone.
+        retainer: deletes steps after a save. It also has the names of the run's steps, the job's
+            claim, and the step that the job has resumed from.
+        user_metadata: values for the marker of each step.
+        max_failed: the number of background saves in a row that may fail without an error.
+        saving: arguments that each save gets besides.
+
     Attributes:
         failed: the number of background saves that have failed since the last commit; the same on
             all ranks.
@@ -84,15 +93,17 @@ class RunSaves:
         self._saving = saving
         self._background = async_api.BackgroundSaves()
         self._pending: _Pending | None = None
-        self._retention: Spawned | None = None
-        self._loaded = False  # after a load, this job may replace later steps
-        # Steps later than the one that was loaded may count, until a save has succeeded.
+        self._retention: Spawned | None = None  # the thread that deletes after the last save
+        self._loaded = False  # whether `resume` was called: then this job may replace later steps
+        # Whether steps may count that are later than the one that was loaded. A save ends that.
         self._may_be_behind = True
-        self._saved: set[int] = set()
-        self._tried: set[int] = set()  # steps whose saves have failed: they may be committed
+        self._saved: set[int] = set()  # the steps that this job has saved, or is saving
+        # The steps of saves that are under way in the foreground or have failed. Such a step may be
+        # committed all the same.
+        self._tried: set[int] = set()
         self.failed = 0
         self._begun = 0  # how often a save has begun, or the job has resumed
-        self._begun_at = time.monotonic()
+        self._begun_at = time.monotonic()  # when that last happened
 
     def _note_begin(self) -> None:
         """Record that a save begins, or that the job has resumed: the timer counts from here."""
@@ -120,11 +131,14 @@ class RunSaves:
     def resume(self, step: int | None, *, went_back: bool) -> None:
         """Record that the job resumed from a step, so that it may replace later steps. Local.
 
-        With `went_back` later steps may count. They do until a save succeeds: a job that only looks
-        at an old step leaves the run as it is.
+        Args:
+            step: the number of the step; None if the run has none.
+            went_back: whether later steps may count. They go on to count until a save succeeds: a
+                job that only looks at an old step leaves the run as it is.
         """
         self._loaded = True
         self._may_be_behind = went_back
+        # What this job knows of later steps does not hold for those that it will train again.
         for steps in (self._saved, self._tried):
             steps -= {later for later in steps if step is None or later > step}
         self._retainer.resumed = step
@@ -147,7 +161,7 @@ class RunSaves:
         """Save a step and wait for its commit, as `CheckpointManager.save` describes."""
         keywords = self._prepare(step, "wait", described, may_fail=False)
         assert keywords is not None
-        self._tried.add(step)  # now: Ctrl-C may come after the commit
+        self._tried.add(step)  # before the save, because Ctrl-C may come after its commit
         report = api.save_planned(state, self._url_of(step), planner=planner, **keywords)
         self._saved.add(step)
         self._note_committed(step)
@@ -179,7 +193,8 @@ class RunSaves:
             )
         finally:
             begun = self._background.latest
-            if begun is not None and begun is not before:  # on all ranks, even if this one raises
+            # The save has begun, and so on all ranks, even if `begin_save` raises on this one.
+            if begun is not None and begun is not before:
                 self._pending = _Pending(step, begun)
                 self._saved.add(step)
         self._retain(step, handle)
@@ -188,10 +203,17 @@ class RunSaves:
     def _prepare(
         self, step: int, on_busy: Busy, described: Mapping[str, Any], *, may_fail: bool
     ) -> dict[str, Any] | None:
-        """Wait for the save under way; return the arguments of the next.
+        """Wait for the save under way; return the arguments of the next one.
 
-        Returns None if it is skipped, or (with `may_fail`) if the store is away and that is
-        tolerated.
+        Args:
+            step: the number of the step of the next save.
+            on_busy: what to do if a save is under way: "wait", "skip" or "raise".
+            described: values for the step's marker, as for `described_by`.
+            may_fail: whether the next save may fail without an error, as a background save may.
+
+        Returns:
+            The arguments. None if the next save is skipped, or if the store is away and that is
+            tolerated.
         """
 
         def describe() -> dict[str, Any]:
@@ -203,15 +225,16 @@ class RunSaves:
         # Ranks whose arguments differ would wait for each other in vain.
         same = {"base": self._saving.get("base"), "max_failed_saves": self._max_failed}
         raise_on_all(refused, self._url, self._group, same=same)
-        if (pending := self._pending) is not None:  # on all ranks: they begin the same saves
-            # Ranks see the end of a save at different times.
+        # All ranks have begun the same saves, so it is set on all of them or on none.
+        if (pending := self._pending) is not None:
+            # Ranks see the end of a save at different times, so they ask each other.
             if on_busy != "wait" and any(from_all(not self.is_idle(), self._url, self._group)):
                 if on_busy == "raise":
                     number, handle, _ = pending
                     raise SaveInProgressError(f"step {number} is still being saved", url=handle.url)
                 logger.info("%s: step %d was skipped: another save is under way", self._url, step)
                 return None
-            # First: a save that has failed has not saved its step.
+            # Before `_saved` is looked at: a save that has failed takes its step out of there.
             try:
                 self.finish_pending()
             except RetryableError as error:
@@ -224,11 +247,13 @@ class RunSaves:
             if not may_fail:
                 raise
             self._tolerate(step, error)
-            self._note_begin()  # the timer asks for the next one, not for this one again
+            self._note_begin()  # so that the timer asks for the next save, not for this one again
             return None
         # The job may replace steps that it trains again after it went back to an earlier step.
         resumed = self._retainer.resumed
         overwrites = self._loaded and (resumed is None or step > resumed)
+        # A save of this step has failed. It may have been committed all the same: then the step is
+        # this job's own, and may be replaced.
         if not overwrites and step in self._tried:
             overwrites = on_first(partial(self._has_committed, step), self._url, self._group)
         base = self._base()
@@ -272,8 +297,9 @@ class RunSaves:
         def claim_for() -> RunClaim | None:
             claim, resumed = self._retainer.claim, self._retainer.resumed
             newest = newest_step(self._run, self._retainer.names)
-            known = newest is None or newest <= (step if resumed is None else resumed)
-            if known or (newest in self._tried and self._has_committed(newest)):
+            has_no_later = newest is None or newest <= (step if resumed is None else resumed)
+            # A later step may also be this job's own, committed in a save that has failed.
+            if has_no_later or (newest in self._tried and self._has_committed(newest)):
                 return claim
             later = f"the run has later steps (up to {newest}), from which the next job resumes"
             if resumed is None:
@@ -293,14 +319,16 @@ class RunSaves:
             return go_back(self._run, claim, resumed, step, self._retainer.names)
 
         claim = on_first(claim_for, self._url, self._group)
+        # Only this save goes back; the ones after it do not.
         self._retainer.claim = claim and replace(claim, goes_back=False)
         return claim
 
     def _has_committed(self, step: int) -> bool:
-        """Return whether this job has committed a step, in a save that has failed all the same.
+        """Return whether this job has committed a step, although its save has failed.
 
-        Its claim alone does not prove it, because it has adopted the steps that were there. But a
-        step that was committed with its claim, and not rewritten since, is its own.
+        That the marker has this job's claim does not prove it: to claim the run, the job has
+        rewritten the markers of the steps that counted. But a marker with this job's claim that was
+        not rewritten since its commit (`put_on` is set) is of this job's own commit.
         """
         stored = read_marker(self._run.at(self._url_of(step)).open())
         claim = self._retainer.claim
@@ -313,7 +341,7 @@ class RunSaves:
         return isinstance(error, RetryableError) and self._max_failed > 0
 
     def _tolerate(self, step: int, error: RetryableError) -> None:
-        """Count and log a background save that has failed; raise its error if it is one too many.
+        """Count and log a background save that has failed; raise its error if too many have failed.
 
         All ranks have this error, so all do the same.
         """
@@ -336,7 +364,8 @@ class RunSaves:
     def finish_pending(self, only: async_api.AsyncSaveHandle | None = None) -> None:
         """Wait for the save under way; raise its error on all ranks if it failed on any.
 
-        If Ctrl-C ends the wait on a rank, all ranks wait for it again. An error is raised once.
+        If Ctrl-C ends the wait on a rank, it is raised there and a RankFailedError on the others,
+        and the next call waits for the save again. A rank's own error of the save is raised once.
 
         Args:
             only: do nothing if another save is under way than this one.
@@ -344,6 +373,8 @@ class RunSaves:
         if self._pending is None or only not in (None, self._pending.handle):
             return
         step, handle, was_raised = self._pending
+        # `error` is the save's. `failed` is what this rank has to raise: so far, what has ended the
+        # wait, such as Ctrl-C.
         error, failed = capture(handle.exception)
         if error is not None:
             self._saved.discard(step)
@@ -352,6 +383,7 @@ class RunSaves:
         try:
             raise_on_all(failed, self._url, self._group)
         except BaseException:
+            # Some rank may not know the outcome yet, so the next call looks at it once more.
             self._pending = _Pending(step, handle, was_raised=error is not None)
             raise
         self._pending = None
@@ -376,7 +408,7 @@ class RunSaves:
         """Wait for the save under way, as `finish_pending` does, and for deletions."""
         try:
             self.finish_pending()
-        finally:
+        finally:  # after a save that failed, too
             if self._retention is not None:
                 self._retention.join()
 
@@ -386,6 +418,7 @@ class RunSaves:
         If the save fails, the error that ends the job gets a note.
         """
         handle = self._background.latest
+        # If the ranks have agreed on the outcome of the last save, its error was raised before.
         ranks_agreed = self._pending is None or self._pending.was_raised
         if handle is None or (ranks_agreed and handle.done()):
             return

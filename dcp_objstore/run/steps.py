@@ -94,7 +94,7 @@ def step_numbers(
     listed = [step.name for step in catalogue(run, newest, with_damaged=with_damaged).steps]
     numbers = tuple(number for name in listed if (number := names.number(name)) is not None)
     if len(listed) == newest and len(numbers) < len(listed):
-        # There were other names among them.
+        # Some of the newest names are not those of steps, so too few were listed: list all.
         return step_numbers(run, with_damaged=with_damaged, names=names)[-len(listed) :]
     return numbers
 
@@ -111,6 +111,12 @@ def described_by(
     metrics: Mapping[str, object] | None,
 ) -> dict[str, Any]:
     """Return the user's values for the marker of a step, which `ls` shows.
+
+    Args:
+        step: the number of the step, which becomes a value, too.
+        of_run: values for each step of the run.
+        user_metadata: values for this step; they replace those of the run with the same names.
+        metrics: metrics of this step.
 
     Raises:
         ConfigError: a value cannot be stored as JSON.

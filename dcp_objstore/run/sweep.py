@@ -50,7 +50,7 @@ class SweepReport:
     dry_run: bool = False
 
     def __str__(self) -> str:
-        """Return what was done at each checkpoint where something was, and the sums."""
+        """Return a line for each checkpoint at which there was something to do, and the sums."""
         if not self.checkpoints:
             return f"{self.url}\nthere is no checkpoint here, and nothing that one has left"
         busy = [one for one in self.checkpoints if one.outcome != "clean" or one.uploads_aborted]
@@ -149,8 +149,8 @@ def sweep_below(
 ) -> SweepReport:
     """Sweep as `sweep` does; stop before the next checkpoint once `is_over` returns True.
 
-    A checkpoint that has only its marker costs no request. Most of them are steps that were deleted
-    long ago, and a run has ever more of these.
+    A checkpoint that has only its marker is left out, so that it costs no request: mostly, it is a
+    step that was deleted long ago, and a run has ever more of these.
     """
     store = spec.open()
     objects_at = list_by_prefix(store)
@@ -176,6 +176,7 @@ def sweep_below(
     }
 
     def base_of_run_of(prefix: str) -> int:
+        """Return the base of the run that has the checkpoint at a prefix."""
         if not prefix:  # the URL is that of the checkpoint
             run, _ = spec.parent()
             return _base(run)
@@ -234,7 +235,10 @@ def _sweep_one(
 
 
 def _base(run: StoreSpec | None) -> int:
-    """Return the oldest claim whose steps count in a run; 0 (all count) if it is not known."""
+    """Return the oldest claim whose steps count in a run; 0 (all count) if it is not known.
+
+    If a job is going back to an earlier step, the base may be higher: then less is swept.
+    """
     if run is None:
         return 0
     try:

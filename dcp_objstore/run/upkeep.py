@@ -114,7 +114,7 @@ def delete_step(
     if (
         stored is not None
         and stored.record.is_committed  # otherwise this finishes a deletion
-        and not stored.record.pins  # those make the deletion itself raise
+        and not stored.record.pins  # with pins, the deletion itself raises
         and not allow_newest
     ):
         _refuse_newest(spec, stored.record)
@@ -131,10 +131,10 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
     """Raise if a checkpoint is the newest committed one of its run.
 
     Of `step-N`, the one with the highest number is the newest, of other names the one that was
-    committed last. It is a guard against mistakes; no rule relies on it.
+    committed last. This is a guard against mistakes; no rule relies on it.
     """
     run, name = spec.parent()
-    if run is not None:
+    if run is not None:  # otherwise nothing can be newer
         store = run.open()
         objects_at = list_by_prefix(store)
         is_claimed = CLAIM_KEY in objects_at.get("", ())
@@ -144,15 +144,16 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
         number, committed_at = step_number(name), commit_time(marker, objects_at.get(name, {}))
 
         def is_later(other: str) -> bool | None:
-            """Compare the numbers of two steps; None if one has no number."""
+            """Return whether another step has a higher number; None if one of them has none."""
             others_number = step_number(other)
             return None if number is None or others_number is None else others_number > number
 
         def has_index_since(objects: Objects) -> bool:
+            """Return whether an index among these objects is as new as this commit, or newer."""
             indices = [meta for key, meta in objects.items() if is_index_key(key)]
             return any(index.last_modified >= committed_at.by_store for index in indices)
 
-        # Markers written before cannot be newer, so mostly the first one that is read decides.
+        # Only steps that may be newer are read, so mostly the first of them decides.
         candidates = {
             other: objects
             for other, objects in objects_at.items()
@@ -200,7 +201,8 @@ def repair(
     """
     store = StoreSpec(url, storage_options, config).open()
     if not dry_run:
-        can_rewrite(store)  # finds out how this server compares ETags; it need not be able to
+        # This finds out how the server compares ETags. A store that cannot rewrite is no obstacle.
+        can_rewrite(store)
     return repair_checkpoint(store, dot_metadata=StockDotMetadata(), dry_run=dry_run)
 
 
@@ -268,6 +270,12 @@ def unpin(
 def _pinnable(
     url: str, storage_options: Options | None, config: TransferConfig | None
 ) -> ObjectStore:
+    """Open the store of a checkpoint whose pins are to be changed.
+
+    Raises:
+        UnsupportedError: the store has no conditional writes. Not if nothing is committed here,
+            which the change itself reports.
+    """
     store = StoreSpec(url, storage_options, config).open()
     if read_marker(store) is not None:
         require_rewrites(store, "no pin can be set or removed")

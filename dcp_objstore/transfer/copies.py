@@ -1,8 +1,8 @@
-"""Copies that the store makes itself: objects out of others, without their bytes here.
+"""Copies that the store makes itself: new objects out of ranges of others, whose bytes stay there.
 
-A copied part is a request that takes the store long and this process nothing. So many may be under
-way, of several objects at a time; but not so many that a store that copies with its own disks (as
-SeaweedFS and MinIO do) has no time for anything else.
+The request to copy a part keeps the store busy for long, and costs this process nothing. So several
+objects are copied at a time, each in several parts. There is a limit, because a store that copies
+with its own disks (as SeaweedFS and MinIO do) would have no time for anything else.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ def copy_objects(
     config: TransferConfig,
     progress: Progress,
 ) -> dict[str, Uploaded | DcpObjstoreError]:
-    """Have the store make objects of others; return each one, or why there is none.
+    """Have the store make objects out of others; return each, or the error that prevented it.
 
-    Nothing is visible under the key of one that failed, unless its answer was lost.
+    An object whose copy failed is not visible under its key, unless the copy succeeded and only the
+    store's answer was lost.
 
     Args:
         objects: the sources of each object, by its key.
@@ -70,13 +71,14 @@ def copy_objects(
         try:
             run_watched(lambda: wait(futures.values()), f"copies to {store.url}", progress)
         except TransferStalledError as error:
-            # Some copies may have ended; those that are still under way are left to themselves.
+            # Some copies may have ended. Those that are still under way are not waited for.
             stalled = error
     outcomes: dict[str, Uploaded | DcpObjstoreError] = {}
     for key, future in futures.items():
+        # All are done, unless there was a stall: `run_watched` has waited for them.
         failure = future.exception() if future.done() else stalled
         if failure is not None and not isinstance(failure, DcpObjstoreError):
-            raise failure
+            raise failure  # a defect, or the Ctrl-C that `progress` was stopped with
         outcomes[key] = future.result() if failure is None else failure
     return outcomes
 
@@ -88,7 +90,7 @@ def _copy(
     max_concurrency: int,
     progress: Progress,
 ) -> Uploaded:
-    """Have the store make one object of others."""
+    """Have the store make one object out of others, at most `max_concurrency` parts at a time."""
     progress.check_stopped()
     part_sizes: list[int] = []
 

@@ -27,7 +27,8 @@ def small_digest(payload: Buffer) -> bytes:
     """Return the digest of a payload of at most one block, without releasing the GIL.
 
     Up to a MiB or so (100 us), this costs other threads less than if the GIL changed hands twice.
-    An empty payload has an empty digest.
+    `xxhash` would release it for a large buffer, so it gets the payload in small pieces. An empty
+    payload has an empty digest.
     """
     with memoryview(payload) as view:
         if not view.nbytes:

@@ -90,14 +90,17 @@ def worker_count(
 
 
 def _depth(concurrency: int, reading: RangeReading) -> int:
-    """Return how many requests a worker has in flight: few if each worker has a processor.
+    """Return how many requests each worker has in flight at a time.
+
+    The requests in flight are divided among as many workers as there are processors for them, four
+    at most.
 
     Args:
-        concurrency: how many all workers have in flight.
-        reading: how the store reads ranges. If threads wait for the GIL, a worker has two
-            processors: a second worker on two of them costs a fifth more, and moves no more.
+        concurrency: the number of requests that all workers have in flight.
+        reading: how the store reads ranges. If reading takes the GIL, there is one worker for two
+            processors: a second one costs more processor time, and moves no more bytes.
     """
-    if not reading.ahead:
+    if not reading.ahead:  # a range is only asked for when it is read
         return 1
     usable = processors() // 2 if reading.takes_gil else processors()
     share = concurrency // min(max(usable, 1), _MOST_PROCESSORS)
@@ -158,7 +161,7 @@ def fetch_ranges(
         ObjectNotFoundError: an object does not exist; the error has its `object_key`.
         CorruptDataError: an object ends before the range, or `consume` found damage twice.
     """
-    from_store = requests  # those that are not read from a copy on this machine
+    from_store = requests  # the requests that are not read from a copy on this machine
     if local:
         from_store = [request for request in requests if request.object_number not in local]
     slot = admission_slot(
@@ -170,7 +173,8 @@ def fetch_ranges(
     )
 
     reading = store.range_reading
-    # To ask ahead gains nothing if all comes from copies on this machine: they are there at once.
+    # Asking ahead gains nothing for copies on this machine, which are there at once; and without
+    # `may_begin`, a worker must not wait in `admit` while it has other requests to read.
     asks_ahead = bool(from_store) and (admit is None or may_begin is not None)
     depth = _depth(slot.concurrency, reading) if asks_ahead else 1
     piece_bytes = largest_piece(requests)
@@ -189,7 +193,7 @@ def fetch_ranges(
         explain=explain,
         admit=admit,
         may_begin=may_begin,
-        # Other transports could still write there when the caller has the memory again.
+        # Only a store that reads ahead lets go of the caller's memory when a body is cancelled.
         in_place=in_place if reading.ahead else lambda _: None,
         progress=progress,
         store_pace=_Pace(len(from_store), slot),
@@ -210,7 +214,7 @@ def fetch_ranges(
             # None: no request is done, but `consume` needs the calling thread.
             unfinished -= outcome is not None
             yield outcome
-    except BaseException as error:
+    except BaseException as error:  # also GeneratorExit: the caller has closed the iterator
         progress.stop(error)
         shared.gate.close()
         raise
@@ -223,7 +227,8 @@ class _Gate:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        # For each worker inside, the body that it receives there, or None if it consumes.
+        # For each worker inside, the body that it reads into the caller's memory, or None if it
+        # calls `consume`.
         self._inside: list[RangeBody | None] = []
         self._changed = threading.Condition()
 
@@ -232,7 +237,9 @@ class _Gate:
         """Write to the caller's memory in this block; raise instead if the transfer was stopped.
 
         Args:
-            receiving: the body that is received there. Default: what was received is consumed.
+            receiving: the body that the block reads straight into the caller's memory, so that
+                `close` can cancel it. Default None: the block calls `consume`, and `close` waits
+                until that has returned.
         """
         with self._changed:
             self._progress.check_stopped()
@@ -347,19 +354,21 @@ class _Shared(Generic[T]):
         self.done: queue.SimpleQueue[RangeRequest[T] | BaseException | None] = queue.SimpleQueue()
         self.gate = _Gate(self.progress)
         self._limiter = limiter_of(self.store)
-        self._workers = 0
-        self._threads: list[Spawned] = []
+        self._workers = 0  # the number of workers that were started, those that have ended too
+        self._threads: list[Spawned] = []  # the threads of these workers
         self.staffing = threading.Lock()
 
     def start_workers(self) -> None:
-        """Start as many workers as there are requests that may be in flight.
+        """Start the workers that are missing for the requests that may be in flight now.
 
-        So what the window does not allow takes no thread and no memory. It is called after each
-        piece, because the window may have grown.
+        Requests that the window does not allow take no thread and no memory. This is called at the
+        start and after each piece, because the window may have grown.
         """
         with self.staffing:
             store, copies = self.store_pace, self.local_pace
+            # A worker has `depth` requests to the store in flight.
             for_store = min(store.requests, -(-store.slot.concurrency // self.depth))
+            # To read a copy takes a processor, and no place in the window.
             for_copies = min(copies.requests, processors())
             workers = min(self.most_workers, max(for_store, for_copies))
             while self._workers < workers and self.tasks:
@@ -398,6 +407,7 @@ class _Shared(Generic[T]):
     def check(self) -> None:
         """Raise if the transfer has stalled. Have a request asked for again, if one is slow."""
         self.progress.check_stalled("download")
+        # Not while the store throttles, or few retries are left, which failed requests need.
         if not self._limiter.spares_retries:
             return
         with self.staffing:
@@ -406,7 +416,9 @@ class _Shared(Generic[T]):
             fetch = next(filter(None, given_up), None)
             if fetch is None:
                 return
-            if fetch.is_handed_over:  # a copy, because the worker that waits still has this one
+            if fetch.is_handed_over:
+                # The new worker gets a copy, because the one that waits still has the original. It
+                # also gets that one's number, which is the request's row, as the depth is 1.
                 self._start_worker(fetch.row, replace(fetch))
         self._limiter.spend_retry()
         if (channel := current_channel()) is not None:
@@ -419,15 +431,20 @@ class _Shared(Generic[T]):
             )
 
     def _give_up(self, fetch: _Fetch[T]) -> bool:
-        """Have a request asked for again, by its worker or another one; return whether it is."""
+        """Have a request asked for again, by its worker or another one; return whether it will be.
+
+        Its worker, which waits for bytes of it, sees the result in `is_handed_over`.
+        """
         if fetch.repeats == _MOST_REPEATS:
             return False
-        # The worker that goes on waiting must hold only its own memory, and no other request.
+        # If another worker takes the request over, this one goes on waiting in the transport. Then
+        # it must hold only its own memory, and no other request.
         may_be_handed_over = fetch.memory is None and self.depth == 1 and self._has_room
+        # If the wait cannot be interrupted and nobody else can take over, it must simply go on.
         is_cancelled = fetch.body.cancel(at_once=not may_be_handed_over)
         is_given_up = is_cancelled or may_be_handed_over
         fetch.repeats += is_given_up
-        # A worker whose wait was cancelled asks for it again itself.
+        # A worker whose wait was cancelled asks for the request again itself.
         fetch.is_handed_over = may_be_handed_over and not is_cancelled
         return is_given_up
 
@@ -452,7 +469,7 @@ class _Worker(Generic[T]):
         under_way = deque(handed_over)
         try:
             with suppress(StragglerError):  # another worker goes on with what this one waited for
-                for fetch in under_way:
+                for fetch in under_way:  # the body that it has is still the other worker's
                     fetch.body = shared.open(fetch.request, fetch.unread[0].start)
                 self._read_all(under_way)
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
@@ -469,7 +486,8 @@ class _Worker(Generic[T]):
         while True:
             self.shared.progress.check_stopped()
             self._begin_requests(under_way)
-            if not under_way:  # no task is left: for the first request, it has waited for a place
+            # A worker with nothing to read waits until it can begin a request, if a task is left.
+            if not under_way:
                 return
             if len(under_way) > 1:
                 self._bring_answered_to_front(under_way)
@@ -483,10 +501,11 @@ class _Worker(Generic[T]):
         """Bring the first request whose answer has begun to the front; wait until there is one.
 
         To wait for one answer while another one lies here unread may be to wait for ever: some
-        servers serve few requests at a time. After `_ANY_ANSWER_SECONDS` the order stays as it is,
-        and the first request's transport times out.
+        servers serve few requests at a time. If no answer begins for `_ANY_ANSWER_SECONDS`, the
+        order stays as it is, and the caller waits for the first request until its transport times
+        out.
         """
-        if under_way[0].body.descriptor_to_poll() is None:
+        if under_way[0].body.descriptor_to_poll() is None:  # its answer has begun
             return
         # The position of each request by the descriptor that it waits for. Those that wait for none
         # have the key None: their answers have begun, and the first of them counts.
@@ -497,6 +516,7 @@ class _Worker(Generic[T]):
             positions.setdefault(descriptor, position)
             if descriptor is not None:
                 poll.register(descriptor, select.POLLIN)
+        # If one answer has begun, the others are looked at once, and not waited for.
         step_seconds = 0 if None in positions else STEP_SECONDS
         while not (readable := poll.poll(step_seconds * 1000)) and None not in positions:
             self.shared.progress.check_stopped()
@@ -507,7 +527,8 @@ class _Worker(Generic[T]):
 
     def _begin_requests(self, under_way: deque[_Fetch[T]]) -> None:
         """Begin requests until this worker has as many under way as it may."""
-        with suppress(IndexError):  # no task is left; another worker may take the last one
+        # `popleft` raises it if no task is left: another worker may take the last one at any time.
+        with suppress(IndexError):
             while len(under_way) < self.shared.depth:
                 # In a trace, each request that one thread has under way gets its own row.
                 used_rows = {fetch.row for fetch in under_way}
@@ -520,7 +541,10 @@ class _Worker(Generic[T]):
                 under_way.append(fetch)
 
     def _begin(self, request: RangeRequest[T], row: int, *, wait: bool) -> _Fetch[T] | None:
-        """Begin a request; put it back and return None if it has no place and `wait` is False."""
+        """Begin a request. Without `wait`, put it back and return None if it would have to wait.
+
+        It may have to wait for memory, and for a place in the window.
+        """
         shared, progress = self.shared, self.shared.progress
         take_place = partial(shared.pace(request).slot.begin, id(request), progress.check_stopped)
         if not wait:
@@ -528,8 +552,8 @@ class _Worker(Generic[T]):
             if not (has_memory and take_place(wait=False)):
                 shared.tasks.appendleft(request)
                 return None
-        # With `wait`, memory comes first: what waits for it takes no place in the window. (A place
-        # that was taken above is not taken twice.)
+        # With `wait`, memory comes first: a request that waits for it takes no place in the window.
+        # Without `wait`, this does not wait, and the place that was taken is not taken twice.
         admitted = None if shared.admit is None else shared.admit(request, progress)
         take_place()
         # A range that is admitted into memory is consumed there as a whole.
@@ -551,7 +575,8 @@ class _Worker(Generic[T]):
     def _read_piece(self, fetch: _Fetch[T]) -> None:
         """Read the next piece and consume it. If it is damaged or slow, ask for it again."""
         shared, piece = self.shared, fetch.unread[0]
-        # A copy on this machine may be damaged, and then, once, the store's answer.
+        # The first attempt may read a damaged copy on this machine. Then the store is asked, whose
+        # answer may be damaged once, as without a copy.
         most_attempts = 3 if fetch.request.object_number in shared.local else 2
         attempt = 1
         size_bytes = piece.end - piece.start
@@ -564,7 +589,7 @@ class _Worker(Generic[T]):
         while True:
             began_at = time.monotonic()
             try:
-                if fetch.is_in_place:  # the caller's memory, and there is nothing to consume
+                if fetch.is_in_place:  # `memory` is the caller's, and there is nothing to consume
                     with shared.gate.writing(fetch.body):
                         self._receive(fetch, piece, memory)
                 else:
@@ -580,10 +605,11 @@ class _Worker(Generic[T]):
                     text = f"{type(error).__name__}: {error.message}"
                     channel.retried("range", key, attempt=attempt, error=text, began_at=began_at)
             except StragglerError:
-                if fetch.is_handed_over:  # `run` ends this worker
+                if fetch.is_handed_over:  # another worker has the request now; `run` ends this one
                     fetch.body.close()
                     raise
-            # It was damaged, or its wait was cancelled: ask again for what is left of the request.
+            # The piece was damaged, or the wait for it was cancelled: ask again for the rest of the
+            # request, from this piece on.
             fetch.body.close()
             fetch.body = shared.open(fetch.request, piece.start)
         fetch.unread.popleft()
@@ -593,7 +619,7 @@ class _Worker(Generic[T]):
         shared.progress.alive()
 
     def _receive(self, fetch: _Fetch[T], piece: RangeRequest[T], memory: memoryview) -> None:
-        """Read a piece into memory; raise `StragglerError` if it was given up."""
+        """Read a piece into memory; raise `StragglerError` if the wait for it was given up."""
         try:
             stragglers = self.shared.pace(fetch.request).stragglers
             with stragglers.waiting(fetch, len(memory), since=fetch.read_at):

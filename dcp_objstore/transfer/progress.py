@@ -106,8 +106,8 @@ class Silence:
 
     A transport that sends parts again by itself says nothing until it gives up, and a slow line is
     as silent as a dead server. So when no part has ended for some seconds, the store is asked for
-    the metadata of the object that is being written. Any answer shows that it is there.
-    The tries of that request are reported as `Retried`, with the reason.
+    the metadata of the object that is being written. This request is called the question. Any
+    answer to it shows that the store is there. Its tries are reported as `Retried`, with a reason.
 
     Args:
         store: the store.
@@ -120,13 +120,17 @@ class Silence:
 
     def __init__(self, store: ObjectStore, key: str, progress: Progress) -> None:
         self._store, self.key, self.progress = store, key, progress
-        self._question: Future[ObjectMeta] | None = None  # under way, or not looked at yet
-        self._question_error: StoreUnavailableError | None = None  # of the one before
-        self._is_long_silence = False  # since the user was told, until a question is answered
-        self._heard_at = time.monotonic()
+        # The question that is under way, or whose outcome `check` has not looked at yet.
+        self._question: Future[ObjectMeta] | None = None
+        # The error of the last question that `check` has looked at; None if it was answered.
+        self._question_error: StoreUnavailableError | None = None
+        # Set once a silence in which the store was asked has lasted for `_REPORT_SECONDS`, until a
+        # question is answered.
+        self._is_long_silence = False
+        self._heard_at = time.monotonic()  # the time of the last sign of life
 
     def heard(self) -> None:
-        """Record a sign of life; in a long silence only the answer to the question is one."""
+        """Record a sign of life. In a long silence, only the answer to a question counts as one."""
         if not self._is_long_silence:
             self._heard_at = time.monotonic()
             self.progress.alive()
@@ -138,7 +142,7 @@ class Silence:
             time.sleep(STEP_SECONDS)
 
     def check(self, parts: int, *, is_open: bool) -> None:
-        """Ask the store, tell the user, or give up, when it is time to.
+        """Ask the question, tell the user, or give up, when it is time to; called again and again.
 
         Args:
             parts: the number of parts under way.
@@ -146,21 +150,23 @@ class Silence:
 
         Raises:
             TransferStalledError: nothing has moved for the stall time-out.
-            StoreUnavailableError: no part is under way any more, and the store has not answered the
-                question with all its tries.
+            StoreUnavailableError: in a long silence, no part is under way any more, and all tries
+                of a question have failed.
         """
         self.progress.check_stalled(f"upload of {self.key}")
         question = self._question
         if question is not None and question.done():
-            # Any other error is an answer: the store is there.
+            # Any other error is an answer, which shows that the store is there.
             self._question, error = None, question.exception()
             self._question_error = error if isinstance(error, StoreUnavailableError) else None
             if self._question_error is None:
                 self._is_long_silence, self._heard_at = False, time.monotonic()
         seconds = time.monotonic() - self._heard_at
         is_time_to_ask = is_open and seconds > _ASK_SECONDS
+        # After a question that was not answered, the next one is asked at once.
         if self._question is None and (self._question_error or is_time_to_ask):
             self._question = run_in_thread(partial(self._store.head, self.key), "question")
+        # By `question`, not by one that was asked just now: that may still be answered at once.
         if question is not None and seconds > _REPORT_SECONDS:
             self._is_long_silence = True
             self._report_once(parts, seconds)

@@ -95,8 +95,9 @@ def grown_request_size(total_bytes: int, least_bytes: int, *, is_near: bool = Tr
 def cut(request: RangeRequest[T], piece_size_bytes: int) -> list[RangeRequest[T]]:
     """Cut a request into pieces that can be consumed one after the other; split no span.
 
-    A piece is larger than `piece_size_bytes` only if overlapping spans are. There are no gaps
-    between pieces, so that one body can be cut into them. A request without spans is one piece.
+    A piece is larger than `piece_size_bytes` only if a span is, or several that overlap are. There
+    are no gaps between pieces, so that one body can be cut into them. A request without spans is
+    one piece.
     """
     pieces: list[RangeRequest[T]] = [] if request.spans else [request]
     for span in request.spans:

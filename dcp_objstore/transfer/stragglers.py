@@ -41,21 +41,25 @@ class Stragglers(Generic[T]):
     """The waits of one transfer's workers. Safe to use from many threads."""
 
     def __init__(self, requests: int, clock: Callable[[], float] = time.monotonic) -> None:
+        # How many requests may still be asked for again.
         self._repeats_left = max(_LEAST_REPEATS, requests // _REPEATED_SHARE)
         self._clock = clock
         self._lock = threading.Lock()
-        # When each wait began, and its counted bytes; the longest wait first.
+        # When each wait under way began, and its counted bytes; the longest wait first.
         self._waits: dict[T, tuple[float, int]] = {}
-        self._byte_times: deque[float] = deque(maxlen=_LATEST_WAITS)  # seconds per counted byte
+        # How many seconds the latest waits took for each counted byte.
+        self._byte_times: deque[float] = deque(maxlen=_LATEST_WAITS)
 
     @contextmanager
     def waiting(self, key: T, size_bytes: int, since: float = math.inf) -> Iterator[None]:
         """Wait for bytes in this block.
 
         Args:
+            key: what identifies the wait, for `take`.
+            size_bytes: the number of bytes.
             since: the time at which the bytes began to come, if that was before the block. How long
-                they usually take is counted from then: of those that came into a buffer before,
-                the block waits for none.
+                bytes usually take is learnt from this time: the block alone would seem too fast,
+                because it does not wait for bytes that a buffer has already.
 
         Raises:
             StragglerError: the wait was taken away, whatever the block raised.
@@ -67,20 +71,20 @@ class Stragglers(Generic[T]):
             yield
         finally:
             with self._lock:
-                is_mine = self._waits.pop(key, None) is not None
+                is_mine = self._waits.pop(key, None) is not None  # `take` has not removed it
                 self._byte_times.append((self._clock() - min(since, began_at)) / counted_bytes)
             if not is_mine:
                 raise StragglerError
 
     def take(self, give_up: Callable[[T], bool]) -> T | None:
-        """Take the longest of the slow waits away from its worker.
+        """Take the longest slow wait that can be given up away from its worker.
 
         Args:
-            give_up: a function that is called with each slow wait, the longest first, until it
-                returns True: that request is given up. No wait begins or ends during the call.
+            give_up: a function that is called with the key of each slow wait, the longest first,
+                until it returns True: this wait is given up. No wait begins or ends during a call.
 
         Returns:
-            The wait whose request was given up, or None.
+            The key of the wait that was given up, or None.
         """
         with self._lock:
             if not self._repeats_left or len(self._byte_times) < _LEAST_WAITS:

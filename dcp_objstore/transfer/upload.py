@@ -10,9 +10,10 @@ what it sends next, so the iterator can hold it back. A part is known by its pla
 It is under way from when its last byte is handed over until its buffers are dropped.
 
 The transport drops the buffers of a part when its request has ended, well or not; weak references
-report that. It shows that a request has ended well by going on: it asks for more only while at most
-`max_concurrency` parts that it has are without a good answer. So as many of the ended parts count
-as uploaded as were handed over before those, and all of them once the object is there.
+report that. It shows that requests have ended well by going on: it asks for more only while at most
+`max_concurrency` parts that it has are without a good answer. So when it asks for more after N
+whole parts, N - `max_concurrency` of them are uploaded, and so many of those that have ended are
+counted. Once the object is there, all of them are.
 
 If the store answers but loses the upload, the object is sent again from its start, in a new
 upload. The parts that were counted before are not counted twice.
@@ -142,17 +143,20 @@ class _TrackedBuffers:
         self._buffers = iter(buffers)
         self._part_size_bytes, self._most_unanswered = part_size_bytes, most_unanswered
         self._reported_before = reported_before
-        self._rest: ByteArray | None = None  # of a buffer that was cut where a part ends
-        self._taken_early: deque[ByteArray] = deque()  # by `take_whole`, of more than one part
-        self._filling: _Part | None = None  # the part that the last buffer belongs to
-        self._under_way: dict[int, _Part] = {}
-        # Parts whose buffers were all dropped: the slot does not know yet how they ended, and
-        # `progress` does not know of them.
+        # The rest of a buffer that was cut where a part ends; the next part begins with it.
+        self._rest: ByteArray | None = None
+        # Buffers that `take_whole` has taken from a content of several parts, for `__next__`.
+        self._taken_early: deque[ByteArray] = deque()
+        self._filling: _Part | None = None  # the part that is being filled; None between parts
+        self._under_way: dict[int, _Part] = {}  # by the numbers of the parts
+        # Parts whose buffers were all dropped, and of which the slot does not know how they ended.
         self._dropped: deque[_Part] = deque()
+        # Parts whose buffers were all dropped, and that were not counted as uploaded yet.
         self._unreported: deque[_Part] = deque()
-        self._free_rows: list[int] = []  # a heap
-        self._rows = self.uploaded = self.size_bytes = 0
-        # Within `__next__`: then no request need be open, and the store may be silent.
+        self._free_rows: list[int] = []  # a heap of the rows in the trace that no part uses now
+        self._rows = self.uploaded = self.size_bytes = 0  # `_rows`: how many rows there are
+        # Whether the transport waits in `__next__`. Then no request need be open, so a silent
+        # store is no bad sign.
         self._transport_waits = False
         self.check_stopped = self._progress.check_stopped
 
@@ -160,7 +164,10 @@ class _TrackedBuffers:
         return self
 
     def take_whole(self) -> Sequence[ByteArray] | None:
-        """Return all buffers if they fit into one part; else keep the first for `__next__`."""
+        """Return all buffers if they fit into one part.
+
+        Otherwise return None, and keep those that were taken for `__next__`.
+        """
         while self.size_bytes <= self._part_size_bytes:
             try:
                 self._taken_early.append(self._take())
@@ -170,7 +177,7 @@ class _TrackedBuffers:
         return None
 
     def __next__(self) -> ByteArray:
-        # Without a local name: it would keep the buffer alive.
+        """Return the next buffer, for which the transport asks when it can send more."""
         self._transport_waits = True
         try:
             return self._taken_early.popleft() if self._taken_early else self._take()
@@ -187,12 +194,12 @@ class _TrackedBuffers:
         self._silence.check(parts, is_open=parts > 0 or not self._transport_waits)
 
     def end(self) -> None:
-        """Report the parts that are not reported yet: the object is uploaded."""
+        """Count all parts as uploaded, because the object is there."""
         for part in list(self._under_way.values()):
             part.held.clear()  # the transport may hold buffers for longer than it needs them
             self._end_if_dropped(part)
         self._count_dropped_as_answered()
-        self._report(MAX_PARTS)
+        self._report(MAX_PARTS)  # all that there are
 
     def _count_dropped_as_answered(self) -> None:
         """Tell the slot that the parts that were dropped have got a good answer.
@@ -206,7 +213,8 @@ class _TrackedBuffers:
     def _take(self) -> ByteArray:
         """Return the next buffer of the content, once its part may be sent."""
         self._count_dropped_as_answered()
-        # The store has all whole parts but the last ones, of which there may be no answer yet.
+        # The transport asks for more, so the store has all whole parts but the last few, of which
+        # there may be no answer yet.
         self._report(self.size_bytes // self._part_size_bytes - self._most_unanswered)
         self._silence.wait()
         self._progress.check_stopped()
@@ -219,9 +227,12 @@ class _TrackedBuffers:
                 " bytes; raise TransferConfig.part_size_bytes"
             )
         number, rest_bytes = divmod(self.size_bytes + buffer.nbytes, self._part_size_bytes)
-        if buffer.nbytes and not rest_bytes:  # with this buffer the part is whole, and is sent
+        # With this buffer the part is whole, and is sent. (The last part, if it is smaller, takes
+        # no place: that it is the last is only known when there are no more buffers.)
+        if buffer.nbytes and not rest_bytes:
             self._slot.begin(number - 1, self._progress.check_stopped)
-        # Pass on a new view, because the caller may keep a reference to its array.
+        # Pass on a new view, which dies when the transport drops it: `buffer` itself may live on,
+        # because the caller may keep a reference to it.
         view = buffer[:]
         if view.nbytes:
             self._hand_over(view)
@@ -230,7 +241,7 @@ class _TrackedBuffers:
     def _next_within_a_part(self) -> ByteArray:
         """Return the next buffer, cut where a part ends.
 
-        Otherwise the transport would hold it until both parts are done.
+        A buffer that belongs to two parts would be held until both are done.
         """
         buffer, self._rest = self._rest, None
         if buffer is None:
@@ -247,7 +258,7 @@ class _TrackedBuffers:
     def _hand_over(self, view: ByteArray) -> None:
         """Count a buffer that is handed over, and watch for the transport to drop it."""
         part = self._filling
-        if part is None:
+        if part is None:  # a part begins, in the first free row
             row = heapq.heappop(self._free_rows) if self._free_rows else self._rows
             self._rows = max(self._rows, row + 1)
             number = self.size_bytes // self._part_size_bytes
@@ -272,7 +283,7 @@ class _TrackedBuffers:
 
     def _end_if_dropped(self, part: _Part) -> None:
         """Note that a part was sent, once the transport has released all of its buffers."""
-        # If several threads see that the part has ended, only one of them gets it.
+        # Several threads may see that the part has ended; `pop` gives it to one of them.
         if part.is_whole and not part.held and self._under_way.pop(part.number, None) is not None:
             part.ended_at = time.monotonic()
             heapq.heappush(self._free_rows, part.row)
@@ -282,9 +293,12 @@ class _TrackedBuffers:
             self._silence.heard()
 
     def _report(self, parts: int) -> None:
-        """Report parts as uploaded until there are so many, those that ended first.
+        """Count parts as uploaded, those that ended first, and report them to `progress`.
 
-        An upload that takes another one's place begins to report where that one had come to.
+        Parts that an earlier upload of the object has reported already are counted only.
+
+        Args:
+            parts: the number of parts that the store has. No more than these are counted.
         """
         while self.uploaded < parts and self._unreported:
             part = self._unreported.popleft()
@@ -357,7 +371,7 @@ def upload_object(
             Silence(store, key, progress),
             part_size_bytes=plan.part_size_bytes,
             slot=slot,
-            most_unanswered=max(2, in_flight),  # `put_stream` may always have two
+            most_unanswered=max(2, in_flight),  # two parts are always allowed to `put_stream`
             reported_before=reported_before,
         )
         send = partial(_send, store, key, tracked, slot, plan, most=in_flight, is_own=is_own)
@@ -408,8 +422,9 @@ def _send(
             key, tracked, part_size_bytes=plan.part_size_bytes, max_concurrency=most
         )
     except UploadLostError:
-        # It may be complete: if the answer to the request that completes it is lost, the retry of
-        # that request hears that there is no such upload.
+        # The object may be there: if the answer to the request that completes the upload is lost,
+        # the retry of that request hears that there is no such upload. If the store cannot say,
+        # the upload counts as lost.
         with suppress(DcpObjstoreError):
             meta = store.head(key) if is_own else None
             if meta is not None and meta.size_bytes == tracked.size_bytes:
@@ -448,6 +463,7 @@ def run_watched(
         progress.stop(error)
         try:
             task_error = future.exception(timeout=_ABORT_GRACE_SECONDS)
+            # The task has ended; its error says so if it could not clean up.
             leftover = LEFTOVER_ADVICE if LEFTOVER_ADVICE in str(task_error) else ""
         except FutureTimeoutError:
             leftover = f"the request did not end: {LEFTOVER_ADVICE}"

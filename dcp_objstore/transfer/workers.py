@@ -31,6 +31,7 @@ class DaemonPool:
     """A fixed number of daemon threads that run submitted calls, in order of submission."""
 
     def __init__(self, threads: int, name: str) -> None:
+        # Calls with the futures for their results; None ends the thread that takes it.
         self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
@@ -76,8 +77,8 @@ def concurrently(*calls: Callable[[], Any]) -> list[Any]:
     """Make calls at the same time; return their results, in order, once all have ended.
 
     The first call runs in this thread. If some calls fail, the error of the first of these is
-    raised. If that error is StoreUnavailableError, or on Ctrl-C, this does not wait for the calls
-    after it: they go on, and their outcome is not known.
+    raised. After a call that failed with StoreUnavailableError, or on Ctrl-C, this does not wait
+    for the calls that come later in the order: they go on, and their outcome is not known.
     """
     here: Future[Any] = Future()
     futures = [here, *(run_in_thread(call, "request") for call in calls[1:])]
@@ -89,6 +90,7 @@ def concurrently(*calls: Callable[[], Any]) -> list[Any]:
         wait_in_steps(partial(has_ended, future))
         if isinstance(future.exception(), StoreUnavailableError):
             break
+    # After a `break`, this raises before it comes to a call that may not have ended.
     return [future.result() for future in futures]
 
 
