@@ -214,7 +214,7 @@ class _Comparison:
         self.read_bytes = 0
         self._pair = first, other
         self._tensors_to_read: list[str] = []
-        # Keys, and whether the digests differ; None if the digests cannot tell.
+        # For each value to read, whether its digests differ; None if the digests cannot tell.
         self._values_to_read: dict[str, bool | None] = {}
 
     def compare(self, key: str) -> None:

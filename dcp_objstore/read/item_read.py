@@ -73,12 +73,13 @@ class ItemRead:
     ) -> None:
         self.item = item
         self.location = location
+        # `run_load` sets these two; see the class.
         self.is_trusted = False
         self.takes: Takes | None = None
         self._is_verified = is_verified
-        self._error: DcpObjstoreError | None = None
-        self._missing_bytes = location.payload_length
-        self._body: io.BytesIO | None = None
+        self._error: DcpObjstoreError | None = None  # of a tensor; `finish` raises it
+        self._missing_bytes = location.payload_length  # those that have not arrived
+        self._body: io.BytesIO | None = None  # the payload, from the first block until `take`
         self._lock = threading.Lock()
 
     @property

@@ -186,7 +186,7 @@ class StockItems:
     def tensor(self, key: str) -> SavedTensor | None:
         """Return the tensor of this key, or None if it is that of a value."""
         saved: Any = self.metadata.state_dict_metadata.get(key)
-        if not hasattr(saved, "chunks"):
+        if not hasattr(saved, "chunks"):  # a value, or no key of the checkpoint
             return None
         shape = len(saved.chunks), len(saved.size)
         offsets = np.array([chunk.offsets for chunk in saved.chunks], np.uint64).reshape(shape)

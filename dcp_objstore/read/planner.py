@@ -100,9 +100,9 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         self.unexpected: tuple[str, ...] = ()
         self._converted = converted or ConvertedState({}, loading=True)
         self._paths = paths
-        self._record: Record | None = None
+        self._record: Record | None = None  # what the checkpoint has, once DCP has read it
         self.reading = False
-        self._items: list[ReadItem] = []
+        self._items: list[ReadItem] = []  # this rank's; `_OwnPlan` does not send them
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False
@@ -172,7 +172,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         return any(path[: len(place)] == place for place in places)
 
     def _fitting_plan(self) -> LoadPlan:
-        """Return DCP's plan; note which keys are missing, and which the state does not ask for."""
+        """Return DCP's plan for a state that fits; set `missing` and `unexpected`."""
         keys_of_other_ranks = self._choose_per_rank(self._saved)
         # If this rank does not ask for some settings of an optimizer, they belong to another rank,
         # and `unexpected` does not list them.
@@ -276,6 +276,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
                     " this is frozen now, or not in the module (strict=False leaves it unread),",
                     unasked,
                 )
+            # Of modules, optimizers and lists, keys that no rank asks for are only worth a warning.
             unasked = self._unasked_by_all(of_ranks, self._converted.whole)
         if unasked:
             logger.warning(
@@ -320,6 +321,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
             own_key = f"{prefix}{own_name()}"
             if not saved:
                 continue  # `own_key` is missing, and is treated like any other missing key
+            # Replace the key of this rank by those that it wants, each with a placeholder.
             path = self.mappings[own_key][:-1]
             del self.state_dict[own_key]
             for key, name in saved.items():
@@ -383,8 +385,8 @@ def _tied_keys(state_dict: dict[str, Any], saved: Collection[str]) -> list[str]:
 def _rename_advice(state_keys: Iterable[str], saved: Collection[str]) -> str | None:
     """Return which `rename=` makes the checkpoint fit; None if none does.
 
-    One does if the missing keys were saved under another name at the top, or without a name at the
-    top, as by `save(model.state_dict(), url)`.
+    One rule does if the missing keys were saved under another name at the top, or without a name at
+    the top, as by `save(model.state_dict(), url)`.
     """
     # `missing` has one missing key for each name at the top. `unasked` are the names at the top of
     # the checkpoint that the state does not have.

@@ -492,6 +492,7 @@ def _destination(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
     Raises:
         StateMismatchError: part of a wrapper is asked for, and its class gives no view of it.
     """
+    # A user's planner may have no `state_dict`. What it gives is treated as a plain tensor.
     in_state = getattr(planner, "state_dict", {}).get(item.dest_index.fqn)
     whole = torch_private.local_tensor(in_state)
     if not is_wrapper(whole):

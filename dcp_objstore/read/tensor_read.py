@@ -135,7 +135,8 @@ class TensorRead:
     def memory_at(self, position: int, size_bytes: int) -> memoryview | None:
         """Return the destination's memory for payload bytes that can be received there.
 
-        None if they have to be cut or converted, go to a device, or are not all for this tensor.
+        The result is None if the bytes have to be cut or converted, if they go to a device, or if
+        not all of them are for this destination.
 
         Args:
             position: the place of the first byte in the payload.

@@ -407,7 +407,7 @@ class Exchange:
                 return
             errors: list[DcpObjstoreError | None] = [None] * dist.get_world_size(self._group)
             dist.all_gather_object(errors, error, group=self._group)
-            raise PeerFailedError(next(filter(None, errors)))
+            raise PeerFailedError(next(filter(None, errors)))  # that of the lowest rank
 
     def _exchange_messages(self, requests: Sequence[SharedRequest]) -> None:
         """Send and receive the messages of a round. A collective."""

@@ -82,6 +82,7 @@ def make_offer(
     copies: LoadCopies | None = None,
 ) -> Offer:
     """Make this rank's offer; `group_ranks` or `planned` is None if the rank loads by itself."""
+    # A checkpoint of another library has no commit, but a fingerprint.
     commit_id = None if checkpoint is None else checkpoint.commit_id or checkpoint.fingerprint
     if planned is None or group_ranks is None:
         return Offer(url, commit_id, current_rank())
