@@ -167,11 +167,12 @@ class Renewing:
         else:
             self._ask_again_at = ends_at = credentials["expires_at"]
             if ends_at is not None:
+                # Of a short life, two thirds pass before it is asked again.
                 margin = min(_MARGIN, (ends_at - now) / 3)
                 # obstore takes only `datetime.UTC` itself, no other zone of the same time.
                 self._ask_again_at = (ends_at - margin).astimezone(UTC)
             return credentials
-        last = self._credentials
+        last = self._credentials  # None if `renew` was called: the store refused them
         ends_at = None if last is None else last["expires_at"]
         if last is None or ends_at is None or now >= ends_at:
             raise CredentialsError(

@@ -340,6 +340,7 @@ def meaning_of(error: Exception, details: ErrorDetails) -> Meaning:
     """
     if details.code in (NO_SUCH_UPLOAD, _NO_SUCH_BLOCKS):
         return UPLOAD_LOST
+    # If the store's text asks for an option, that counts before what the adapter knows.
     meaning = first_sign(_OPTIONS_ASKED_FOR, details.text) or details.meaning
     if details.code == NO_SUCH_KEY and details.conditional:
         # AWS and moto say 404 to a conditional update of an object that another writer deleted.

@@ -177,6 +177,7 @@ class Tries:
             except Exception as error:  # noqa: BLE001  transports have no type in common
                 self.wait_to_try_again(error, judge(error), begun_at, repeatable=repeatable)
             else:
+                # For a request of a transfer, its `AdmissionSlot` notes the answer instead.
                 if self._refunds and self._limiter is not None:
                     self._limiter.refund_retry()
                     self._limiter.note_latency(self._clock.monotonic() - begun_at)
@@ -276,6 +277,7 @@ class Requests:
         self._bucket = (url.scheme, url.bucket)
         self._policy = RetryPolicy(config.max_retries, config.retry_timeout_seconds)
         self._small_policy = small_policy(config)
+        # A small request has a third of the stall time-out, but never less than a few seconds.
         self.small_timeout_seconds = min(
             config.request_timeout_seconds,
             max(config.stall_timeout_seconds / 3, _LEAST_SMALL_TIMEOUT_SECONDS),
@@ -294,6 +296,7 @@ class Requests:
             key: the key of the object, in the bucket.
             size_bytes: the size of what is sent.
         """
+        # A range counts as large, whatever its size is.
         is_large = size_bytes > SMALL_BYTES or verb == "open_range"
         return Tries(
             self._policy if is_large else self._small_policy,

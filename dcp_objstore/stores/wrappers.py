@@ -1,4 +1,4 @@
-"""`WrappedStore`: a store around a store, of which subclasses change verbs; `PinnedStore`."""
+"""`WrappedStore`: a store around another one; subclasses, such as `PinnedStore`, change verbs."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ sight, as obstore does with parts of uploads, requests take several times as lon
 
 Each transfer holds an `AdmissionSlot`. No transfer waits for ever: one with nothing in flight may
 always send a request, and none waits longer than a request's time-out while no place is given back.
-Over a slow line, that may take almost as long.
+Over a slow line, places are given back, but a wait may be almost that long.
 
 All retries share one budget: `Limiter.spend_retry`.
 """

@@ -6,8 +6,8 @@ The right number differs by machine, store and hour:
   requests move what the processor can, and more only take memory.
 - One that answers later needs up to 64, because each connection has its own rate. So does one
   to which this process has sent no small request: in a job, one rank sends them for all.
-- No more bytes are in flight than the measured rate moves within a quarter of the time-out, and
-  than 1 GiB. A rate of 8 MiB/s is assumed until then.
+- No more bytes are in flight than the measured rate moves within a quarter of the time-out, and no
+  more than 1 GiB. Until a rate was measured, 8 MiB/s are assumed.
 
 Where the window became smaller, it is doubled after some rounds of answers, and stays so if that
 moves more bytes per second. A round is as many answers as the window is large. One in which the
@@ -22,8 +22,9 @@ The window gets smaller for two reasons:
   second.) The rate falls to 0.7 of what the store has lately done, and rises as a cubic, as in the
   adaptive mode of AWS's SDKs: slowly near the last limit, then fast.
 
-Then it grows by one per window of answers, as in TCP. Requests that were begun before the last cut
-were answered for the same shortage, so they cut nothing more. `Limiter` adds locks and clocks.
+After a cut the window grows by one per window of answers, as in TCP. Throttled or slow answers to
+requests that were begun before the last cut have the same cause, so they cut nothing more.
+`Limiter` adds locks and clocks.
 """
 
 from __future__ import annotations
@@ -192,6 +193,7 @@ class Window(msgspec.Struct, frozen=True):
         is_one_enough = not known or (self.trying and not self.trying.is_measured)
         # Fewer than `size` are in flight if they are so large that `allowed` gives less.
         needed_answers = min(self.size, grown.in_flight) * (1 if is_one_enough else _ROUNDS)
+        # A round of few bytes is no first measurement.
         is_small = not known and grown.size_bytes < _LEAST_ROUND_BYTES
         if grown.answers < needed_answers or seconds < _LEAST_ROUND_SECONDS or is_small:
             return replace(self, round=grown)  # the round goes on
@@ -221,7 +223,7 @@ class Window(msgspec.Struct, frozen=True):
         seconds = now - begun_at
         if seconds > _SLOW * timeout_seconds:
             if begun_at < self.cut_at:
-                return window  # the last cut was for the same shortage
+                return window  # the last cut had the same cause
             # The slowest request of a transfer ends alone, but was not alone on the line.
             busy = max(in_flight, self.round.in_flight)
             size = min(self.allowed(), busy) * _SLOW * timeout_seconds / seconds
@@ -260,7 +262,7 @@ class Window(msgspec.Struct, frozen=True):
         """Return the next window: a larger one, or the earlier one if this one gained nothing."""
         tried = self.trying
         if tried is not None and not tried.is_measured:
-            # This round was of requests of the smaller window; the next one is of this one.
+            # The requests of this round were begun in the smaller window; the next round counts.
             return replace(self, trying=replace(tried, is_measured=True))
         if tried is not None and bytes_per_second < _WORTHWHILE * tried.bytes_per_second:
             return replace(self, size=tried.size_before, trying=None)  # it gained nothing

@@ -124,7 +124,7 @@ class Clients(Requests):
         )
 
     def with_fresh_credentials(self, request: Callable[[], T]) -> T:
-        """Call `request`; once more with fresh credentials where those were refused as expired.
+        """Call `request`; if the store refuses the credentials, once more with fresh ones.
 
         A request that was refused had no effect, so it may be sent again.
 
@@ -133,7 +133,8 @@ class Clients(Requests):
                 is called, because a client keeps its credentials.
 
         Raises:
-            CredentialsError: they have expired, and there are no others; says what to do.
+            CredentialsError: the credentials were refused, and there are no others; says what to
+                do.
         """
         renewals_before = self._renewal_count
         try:
@@ -244,12 +245,14 @@ class Clients(Requests):
                 reason = getattr(error.__cause__, "reason", None)
                 if isinstance(reason, ssl.SSLCertVerificationError):
                     raise ConfigError(f"the TLS certificate is not valid here: {reason}") from error
-                # `Tries.run` sends nothing again after a `DcpObjstoreError`, but after this one.
+                # After this error, `Tries.run` sends the request again; after a `DcpObjstoreError`
+                # it does not.
                 raise ConnectionError(error.message) from error
             except ValueError:
                 # `http.client` refuses a header; the error's text may show the credentials in it.
                 raise CredentialsError("the credentials cannot be sent in a header") from None
-            if status >= http.client.MULTIPLE_CHOICES:  # a redirect, which is not followed, too
+            # An error or a redirect, which is not followed. The header is Azure's.
+            if status >= http.client.MULTIPLE_CHOICES:
                 raise RefusedError(purpose, status, headers["x-ms-error-code"])
             return headers, body
 

@@ -371,6 +371,7 @@ def _details_of_failed_abort(error: Exception, details: ErrorDetails) -> ErrorDe
         return details  # the bucket or the upload is gone, and the parts with it
     if kind is ObjectNotFoundError:  # a 404 without a code: the upload is not there
         return replace(details, meaning=errors.UPLOAD_LOST)
+    # Without a status, neither request was answered; otherwise the abort was refused.
     meaning = Meaning(StoreUnavailableError, _UPLOAD_AND_ABORT_UNANSWERED)
     if details.status is not None:
         words_of_both = "the upload failed, and aborting it failed too, which hides the cause"

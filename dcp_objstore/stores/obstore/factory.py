@@ -1,6 +1,6 @@
 """`ClientFactory`: how obstore's clients of a bucket are made, and the direct lane's GETs signed.
 
-None of this makes a request, but for a token that has ended.
+Nothing here sends a request, except to renew a token that has ended.
 """
 
 from __future__ import annotations

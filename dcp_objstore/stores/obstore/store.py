@@ -253,8 +253,8 @@ class ObstoreStore(BaseStore[str]):
                 # An object was put before, so the bucket is there and the key is missing.
                 if status == http.client.NOT_FOUND and self._clients.has_put:
                     raise errors.ObjectNotFoundError("there is no such object") from error
-                # The answer to a HEAD has no body. That to a GET of one byte has one, which says
-                # what is wrong.
+                # The answer to a HEAD has no body. The answer to a GET of one byte has one, which
+                # says what is wrong.
                 answer = obstore.get(self._clients.get("read"), place, options={"range": (0, 1)})
                 return self._meta(answer.meta)
 
@@ -267,8 +267,8 @@ class ObstoreStore(BaseStore[str]):
         self._clients.run(tries, lambda: obstore.delete(self._clients.get("small"), place))
 
     def _list(self, folder: str) -> Iterator[ObjectMeta]:
-        """List over obstore; from a page on that obstore cannot read, list over boto3."""
-        # What was yielded before boto3 is asked: in order, the last key says it.
+        """List over obstore; if it cannot read a page, list over boto3 what was not yielded yet."""
+        # Where keys come in order, the last one tells what was yielded.
         last_key, yielded_keys = "", set()
         try:
             for meta in self._list_pages(folder):

@@ -1,4 +1,4 @@
-"""`TlsSocket`: TLS that receives many records with one call of the kernel, and decrypts in turn."""
+"""`TlsSocket`: TLS that receives many records by one system call; threads take turns to decrypt."""
 
 from __future__ import annotations
 
