@@ -168,8 +168,8 @@ class Range:
     def cancel(self, *, at_once: bool) -> bool:
         """End a `readinto` that another thread is in, with an error; see `RangeBody.cancel`."""
         with self._drop_lock:
-            # `_closed` is set before the answer is looked at, and `_read_some` sets the answer before
-            # it looks at `_closed`. So one of the two threads sees what the other one did.
+            # `_closed` is set before the answer is read, and `_read_some` sets the answer before it
+            # reads `_closed`. So one of the two threads sees what the other one did.
             self._closed |= not at_once
             cancelled = self._answer is not None and self._answer.cancel(at_once=at_once)
             self._closed |= cancelled

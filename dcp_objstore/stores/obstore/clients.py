@@ -190,7 +190,7 @@ class Clients(Requests):
             self.lane = self._new_lane()  # the old lane keeps requests that are signed with them
 
     def _refused_error(self, error: Exception, why: str) -> CredentialsError:
-        """Return the error that the store refused the credentials and there are no others.
+        """Return the error for credentials that the store refused, where there are no others.
 
         Args:
             error: the refusal.

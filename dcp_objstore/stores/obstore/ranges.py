@@ -91,7 +91,7 @@ class ObstoreSource(RetriedSource):
         """
         if isinstance(error, LaneError) and error.status is None:
             self._over_lane = False
-            if not error.broke_off:  # the store did answer, so there is nothing to wait for
+            if not error.broke_off:  # the answer was another one: nothing to wait for
                 emit_retry(self._path, 2, str(error), asked_at)
                 return
         super().wait_to_ask_again(error, asked_at, had_begun=had_begun)

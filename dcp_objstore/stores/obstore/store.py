@@ -322,7 +322,7 @@ class ObstoreStore(BaseStore[str]):
                 raise translated from error
             # A 404, most likely. No other error contradicts the listing.
         else:
-            if meta["e_tag"] is None:  # only a web server has a page for every name
+            if meta["e_tag"] is None:  # a page of a web server: an object has an ETag
                 raise NO_BUCKET.error()
         self._clients.proven = True
 
