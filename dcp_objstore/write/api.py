@@ -131,18 +131,25 @@ def save_planned(
     planner: MakePlanner = AgreeingSavePlanner,
     **settings: Any,
 ) -> SaveReport:
-    """Save as `save` describes, with another planner; `settings` are for the writer."""
+    """Save as `save` describes, with the planner of the caller.
+
+    Args:
+        planner: a function that makes the planner; `run_save` calls it.
+        settings: further arguments of `ObjectStoreWriter`.
+    """
 
     def make_writer() -> ObjectStoreWriter:
         return ObjectStoreWriter(url, config=config, base=base, **settings)
 
     advice = every_rank("dcp_objstore.save")
+    # `capture` returns an error, and `raise_on_all` raises it on every rank. If it was raised here,
+    # on this rank alone, the others would wait for this one.
     writer, refused = capture(make_writer)
     with reporting_failures(writer):
         with meeting(url_of(writer), process_group or world_group(), advice):
             group = sync_group(process_group, config)
-            # Also on a rank whose arguments were refused: some modules make their state in
-            # collectives.
+            # A rank whose arguments were refused makes this call, too: some modules make their
+            # state in collectives, for which the other ranks need it.
             converted, failed = capture(lambda: ConvertedState(state, loading=False))
             if writer is not None and converted is not None:
                 converted, failed = capture(partial(writer._note_left_out, converted))
@@ -162,6 +169,8 @@ def run_save(
 
     Args:
         group: the ranks that save together; None if this process saves alone.
+        make_planner: a function that makes the planner, from the URL of the checkpoint, the state
+            and the number of ranks.
     """
     url, ranks = str(writer.checkpoint_id), count_ranks(group)
     single_process_is_fine()

@@ -141,9 +141,10 @@ class AsyncSaveHandle:
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None  # the thread that saves, once it has begun
-        self._raised = False  # whether the error was asked for here, or raised by the next save
-        self._before: AsyncSaveHandle | None = None  # the save whose turn comes before
-        self._outlived = False  # whether the program ended before the save
+        # Whether this handle was asked for the error, or the next save has raised it.
+        self._raised = False
+        self._before: AsyncSaveHandle | None = None  # the save that has its turn just before
+        self._outlived = False  # whether the program had ended when the save ended
 
     def __repr__(self) -> str:
         outcome = "failed" if self._error else "done"
@@ -204,7 +205,14 @@ class AsyncSaveHandle:
         return self._report
 
     def _wait(self, timeout_seconds: float | None = None) -> None:
-        """Wait for the end of the save. A callback of its futures runs in the thread that saves."""
+        """Wait for the end of the save.
+
+        Raises:
+            InputError: a callback of `staging_completion` makes this call. It runs in the thread
+                that saves, which would wait for itself.
+            TimeoutError: the save has not ended within the time-out.
+        """
+        # A callback of `upload_completion` runs there, too, but the save has ended by then.
         if not self.done() and threading.current_thread() is self._thread:
             raise InputError(
                 "a callback of `staging_completion` waits for the save, which waits for it",
@@ -234,13 +242,13 @@ class AsyncSaveHandle:
     def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
         """Record the outcome, wake all who wait for it, and call the callbacks of the futures.
 
-        They are called last, because they may ask for the outcome or begin the next save.
+        The callbacks come last, because they may ask for the outcome or begin the next save.
         """
         self._report, self._error = report, error
         self._outlived = has_ended()
 
         def complete(future: Future[Any]) -> None:
-            if future.done():  # `staging_completion` of a state that was copied
+            if future.done():  # it is `staging_completion`, and the state was copied
                 return
             if error is not None:
                 future.set_exception(error)
@@ -248,7 +256,8 @@ class AsyncSaveHandle:
                 future.set_result(report)
 
         self._ended.set()
-        with contextlib.ExitStack() as stack:  # do all of it, even if the user's callbacks raise
+        # `staging_completion` comes first, and both are completed even if a callback raises.
+        with contextlib.ExitStack() as stack:
             stack.callback(complete, self.upload_completion)
             stack.callback(complete, self.staging_completion)
 
@@ -363,10 +372,14 @@ def begin_save(
     planner: MakePlanner = AgreeingSavePlanner,
     **settings: Any,
 ) -> AsyncSaveHandle:
-    """Begin one of these saves, as `async_save` describes; `settings` are for the writer.
+    """Begin a save, as `async_save` describes.
 
-    It does not wait for other saves of the process, nor raise their errors: the copy waits for its
-    turn in the background.
+    Args:
+        background: the saves that count as earlier saves of this one, such as those of one manager.
+            For other saves of the process this call does not wait, and it raises none of their
+            errors: the copy is made at once and waits for its turn in the background.
+        planner: a function that makes the planner; `run_save` calls it.
+        settings: further arguments of `ObjectStoreWriter`.
     """
 
     def make_writer() -> ObjectStoreWriter:
@@ -376,7 +389,7 @@ def begin_save(
 
     writer, refused = capture(make_writer)
     with meeting(url_of(writer), process_group or world_group(), _EVERY_RANK):
-        # Two groups: collectives of this thread and of the saving thread must not mix in one.
+        # This thread and the saving thread each have a group, so that their collectives do not mix.
         calls = own_group(CALLS, process_group, config)
         saves = own_group(SAVES, process_group, config)
         raise_on_all(refused, url_of(writer), calls, _EVERY_RANK, same={"base": base})
@@ -386,18 +399,22 @@ def begin_save(
     try:
         _begin_after_earlier(background, handle, on_busy, calls)
     except BaseException as error:
-        handle._end(None, error)  # on all ranks
+        # All ranks have raised it; or it is Ctrl-C, and `handle` may be the latest save already,
+        # for which the next one waits.
+        handle._end(None, error)
         raise
     try:
         save.begin_staging(state)
         if wait_for_staging:
             save.finish_staging()
         ready_for_program_end()
-        # Not a daemon: Python waits for this thread where `_wait_for_all` cannot be registered.
+        # Not a daemon, so that Python waits for it even where `_wait_for_all` is not registered.
         threading.Thread(target=save.run, name="dcp_objstore-async-save").start()
         if has_ended():
-            wait_until(handle._ended)  # in an `atexit` handler, after which nothing waits
+            # An `atexit` handler has made this call; after the handlers Python waits for no thread.
+            wait_until(handle._ended)
     except BaseException as error:  # such as Ctrl-C, or no thread can be started
+        # The other ranks go on to the collectives of the save. `run` raises the error there.
         save.run(error)
         raise
     save.raise_interrupt()
@@ -420,16 +437,17 @@ class _StagedSave:
         self._planner = planner
         self._staging: Staging | None = None
         self._error: DcpObjstoreError | None = None  # of the staging; `_save` raises it
-        self._interrupt: BaseException | None = None  # such as Ctrl-C during the staging
-        self._once = threading.Lock()  # held from the first call of `run` on
+        # Such as Ctrl-C during the staging, which `raise_interrupt` raises in the user's thread.
+        self._interrupt: BaseException | None = None
+        self._once = threading.Lock()  # taken by the first call of `run`, and never released
 
     def begin_staging(self, state: Mapping[str, Any]) -> None:
         """Allocate memory and start the copies from devices. `run` raises what fails here."""
         self._began_at = time.monotonic()
 
         def begin() -> Staging:
-            # It imports the store's library. If the saving thread did that, a child that is forked
-            # during the import could never import it.
+            # `open` imports the store's library. If the saving thread imported it, a child that the
+            # program forks during the import could never import it.
             self._writer._target.spec.open()
             converted = self._writer._note_left_out(ConvertedState(state, loading=False))
             return Staging(converted.state_dict, staging_memory())
@@ -439,6 +457,7 @@ class _StagedSave:
 
     def finish_staging(self) -> None:
         """Finish the copy, and complete `staging_completion`. A second call does nothing."""
+        # `_staging` is None if `begin_staging` has failed: then only the future is completed.
         if self._staging is not None and not self.handle.staging_completion.done():
             _, error = capture(self._staging.finish)
             self._keep_error(error)
@@ -466,7 +485,12 @@ class _StagedSave:
             raise self._interrupt
 
     def run(self, error: BaseException | None = None) -> None:
-        """Run the save, unless another thread does; all ranks raise the error, if there is one."""
+        """Run the save, unless another thread runs it already.
+
+        Args:
+            error: an error of the calling thread with which the save fails on all ranks. Default:
+                none.
+        """
         if not self._once.acquire(blocking=False):
             return  # Ctrl-C came as the thread was started, and both call this
         report, save_error = None, None
@@ -477,15 +501,15 @@ class _StagedSave:
         except BaseException as raised:  # noqa: BLE001 - raised by `result` and the next async_save
             save_error = raised
             log_failure(self.handle.url, raised)
-            # The frames hold the copy of the state, whose memory the next save needs.
+            # The frames of the error hold the copy of the state, whose memory the next save needs.
             drop_state(raised)
         finally:
-            # Before the save counts as ended, so that its memory is free for the next save.
+            # `_end` lets the next save begin, which needs the memory of this copy.
             self._staging = None
             self.handle._end(report, save_error)
 
     def _save(self) -> SaveReport:
-        """Save the copy; if it could not be made, raise that error on all ranks."""
+        """Save the copy; if this rank could not make its copy, raise the error on all ranks."""
         with reporting_failures(self._writer):
             self.finish_staging()
             self.handle._wait_for_turn()
@@ -514,13 +538,14 @@ def _begin_after_earlier(
         try:
             raise_on_all(error or objection, handle.url, group, _EVERY_RANK)
         except SaveInProgressError:
-            raise  # the earlier save has not failed
+            raise  # the earlier save still runs on some rank, so its error was not raised
         except DcpObjstoreError:
+            # Unless Ctrl-C has ended the wait on a rank, it is the error of the earlier save.
             if earlier is not None:
                 earlier._raised = True
             raise
         with saves.lock:
-            # Otherwise another thread has begun a save in the meantime.
+            # If another thread has begun a save in the meantime, the loop looks at that one.
             if background.latest is earlier:
                 background.latest = handle
                 saves.add(handle)
@@ -537,6 +562,7 @@ def _objection(earlier: AsyncSaveHandle | None, url: str) -> DcpObjstoreError | 
         return None
     if isinstance(earlier._error, DcpObjstoreError):
         return earlier._error
+    # Such as Ctrl-C in an earlier call: raised again as it is, it would look like a new one.
     return RankFailedError(
         f"{type(earlier._error).__name__}: {earlier._error}", current_rank(), url=earlier.url
     )

@@ -96,7 +96,7 @@ def check_base(base: str | None, spec: StoreSpec) -> None:
 
     Raises:
         InvalidUrlError: it is neither "latest" nor a URL.
-        ConfigError: it has another scheme.
+        ConfigError: its scheme is not that of the checkpoint.
     """
     if base is None or base == LATEST:
         return
@@ -121,6 +121,10 @@ def open_base(base: str, spec: StoreSpec) -> Base:
         base: URL of the base, or "latest": the newest checkpoint directly below the prefix in which
             the checkpoint of the save lies.
         spec: the store of the checkpoint of the save.
+
+    Returns:
+        The base. If nothing can be copied from it, it has no index, but the reason for that; and no
+        reason if there is no checkpoint yet.
     """
     if not spec.open().capabilities.copies:
         return Base(base, None, "this store copies nothing by itself, or not over this transport")
@@ -137,8 +141,9 @@ def _read_base(base: str, spec: StoreSpec) -> Base:
         _, body = open_committed(base_spec.open())
         return Base(base_spec.url, ix.decode(body))
     run, _ = spec.parent()
-    if run is None:
+    if run is None:  # no prefix lies above the checkpoint
         return Base()
+    # At most one step; none if the run has no checkpoint yet.
     for step in list_run(run.open(), run.open_child, newest=1).steps:
         _, body = open_marked(step.store, step.stored)
         return Base(step.store.url, ix.decode(body))
@@ -146,12 +151,12 @@ def _read_base(base: str, spec: StoreSpec) -> Base:
 
 
 class _BaseItem(NamedTuple):
-    """An item of this save that the base has, too, in the same place, shape and dtype.
+    """An item of this save for which the base has one with the same key, offset and shape.
 
     Attributes:
-        row: its row in the base's index.
-        stored: that row.
-        dtype: the name of its dtype.
+        row: the row of the base's item in the base's index.
+        stored: what that row says.
+        dtype: the name of the dtype that the tensor has in the base.
     """
 
     item: WriteItem
@@ -241,8 +246,9 @@ class Unchanged:
     def copy(self, save: Save, config: TransferConfig) -> None:
         """Have the store copy, and record what it has copied.
 
-        The objects take the first numbers, whether they were made or not: the answer of one that
-        failed may only have been lost, and a key is never written twice (rule 3).
+        The first numbers of the rank's objects belong to copies, also to those that failed. Such an
+        object may exist, if only the answer was lost, and a key is never written twice (rule 3 of
+        `checkpoint.names`).
         """
         keys = [data_key(save.rank, number, save.nonce) for number in range(len(self.objects))]
         runs_of = dict(zip(keys, self.objects, strict=True))
@@ -278,22 +284,23 @@ class Unchanged:
         entry = ix.ObjectEntry(key, copy.size_bytes, copy.version.e_tag, framing)
         stored = StoredObject(entry, copy.parts, save.spec.url, copied=True)
         self.stored.append(stored)
+        # Where each run begins in the new object; one more than there are runs: its end.
         begins = itertools.accumulate((run.size_bytes for run in runs), initial=0)
         for run, begin in zip(runs, begins, strict=False):
             moved_by = begin - run.start
-            for item, _, source, dtype in run.items:
+            for item, _, in_base, dtype in run.items:
                 self.copied.add(item.index)
                 place = StoredItem(
                     object=stored,
-                    offset=source.offset + moved_by,
-                    length=source.length,
-                    payload_offset=source.payload_offset + moved_by,
-                    payload_length=source.payload_length,
-                    digests=source.digests,
-                    pickled=False,
+                    offset=in_base.offset + moved_by,
+                    length=in_base.length,
+                    payload_offset=in_base.payload_offset + moved_by,
+                    payload_length=in_base.payload_length,
+                    digests=in_base.digests,
+                    pickled=False,  # `_candidates` leaves out what is pickled
                     converted_to=None if dtype == planned_dtype(item) else dtype,
                 )
-                self.results.append(WriteResult(item.index, source.length, place))
+                self.results.append(WriteResult(item.index, in_base.length, place))
 
 
 def report_not_copied(save: Save, base: str, reason: str, size_bytes: int) -> None:
@@ -341,9 +348,9 @@ def find_unchanged(
         """Compare an item: large host memory in a thread, the rest here and now."""
         size_bytes, digests = candidate.stored.payload_length, candidate.stored.digests
         data = resolve(candidate.item)
-        assert not isinstance(data, io.BytesIO)
+        assert not isinstance(data, io.BytesIO)  # a candidate is a tensor
         payload = tensor_frame.raw_payload(data)
-        if payload is None:
+        if payload is None:  # it would be pickled; what the base has is not
             return False
         if (constant_name(payload.dtype), payload.nbytes) != (candidate.dtype, size_bytes):
             return False
@@ -353,6 +360,7 @@ def find_unchanged(
             return small_digest(tensor_frame.small_payload(payload, size_bytes)) == digests
         copied = outbound.slices(payload)  # None for host memory
         slices = copied or tensor_frame.payload_slices(payload, BLOCK_SIZE_BYTES)
+        # Device memory is compared in this thread: `outbound` is for one thread at a time.
         if copied is not None or not payload.is_cpu:
             return _have_digests(digests, slices, digests_of)
         return hashers.submit(_have_digests, digests, slices, digests_of)
@@ -365,7 +373,8 @@ def find_unchanged(
 
     with DaemonPool(config.hash_threads, "hash") as hashers:
         for candidate in _candidates(base.index, items):
-            with suppress(Exception):  # raised again, with its place, when it is uploaded
+            # An item that raises is uploaded, where it raises again, and the error names its key.
+            with suppress(Exception):
                 is_same = compare(candidate)
                 if isinstance(is_same, Future):
                     waiting.append((candidate, is_same))
@@ -376,7 +385,9 @@ def find_unchanged(
         while waiting:
             take_first()
     most_bytes = config.max_object_size_bytes
+    # If the store copies only whole objects, runs must not be cut, however large they are.
     runs, refused = _runs(base.index, unchanged_items, sys.maxsize if whole_only else most_bytes)
+    # Shorter runs are uploaded: they are too short for a part of an upload.
     long = [run for run in runs if run.size_bytes >= LEAST_PART_BYTES]
     objects: Iterable[Sequence[_Run]] = _shares(long, most_bytes)
     if whole_only:
@@ -392,11 +403,12 @@ def find_unchanged(
 
 def _shares(runs: Sequence[_Run], most_bytes: int) -> Iterator[Sequence[_Run]]:
     """Distribute runs over up to `_MOST_OBJECTS` objects, or more if these were too large."""
-    # `array_split` makes at least one section, which is empty without runs.
+    # `array_split` must make at least one section. Without runs it is empty, and yields nothing.
     for numbers in np.array_split(np.arange(len(runs)), min(_MOST_OBJECTS, len(runs)) or 1):
         share: list[_Run] = []
         size_bytes = 0
         for run in (runs[number] for number in numbers):
+            # Runs that are too much for one object go on in another.
             if share and size_bytes + run.size_bytes > most_bytes:
                 yield share
                 share, size_bytes = [], 0
@@ -407,9 +419,13 @@ def _shares(runs: Sequence[_Run], most_bytes: int) -> Iterator[Sequence[_Run]]:
 
 
 def _candidates(index: ix.Index, items: Iterable[WriteItem]) -> Iterator[_BaseItem]:
-    """Yield the items that the base has, in the same place, shape and dtype."""
+    """Yield the items that the base may have: it has one with the same key, offset and shape.
+
+    Dtypes and bytes are compared by `find_unchanged`, because a planner may convert what it saves.
+    """
     for item in items:
         tensor, data = index.tensors.get(item.index.fqn), item.tensor_data
+        # `data` is None for a value that is not a tensor.
         if tensor is None or data is None or tensor.shape != tuple(data.size):
             continue
         row = index.find(tensor.key, data.chunk.offsets, item.index.index)
@@ -426,7 +442,13 @@ def _have_digests(
     pieces: Iterable[ByteArray],
     digests_of: Callable[[ByteArray], bytes],
 ) -> bool:
-    """Return whether all blocks have these digests; stop at the first that has not."""
+    """Return whether all blocks have these digests; stop at the first that has not.
+
+    Args:
+        digests: the digests of all blocks, one after the other.
+        pieces: the bytes, cut only between blocks.
+        digests_of: a function that returns the digest of a block.
+    """
     position = 0
     for piece in pieces:
         for start in range(0, piece.nbytes, BLOCK_SIZE_BYTES):
@@ -445,7 +467,8 @@ def _runs(
     A run of several items has at most `most_bytes`.
 
     Returns:
-        The runs, and those items that cannot be copied, for each object of the base.
+        The runs; and for each object of the base from which nothing can be copied, how many
+        unchanged bytes it has, and why.
     """
     runs: list[_Run] = []
     refused: list[_NotCopied] = []
@@ -453,7 +476,7 @@ def _runs(
     object_numbers = index.columns.object_number
     for number in {item.stored.object_number for item in unchanged_at.values()}:
         rows = np.flatnonzero(object_numbers == number)
-        # An empty value comes before what has the same offset.
+        # An item without bytes has the offset of the item that follows it, and comes before that.
         rows = rows[np.lexsort((index.columns.payload_length[rows], index.columns.offset[rows]))]
         entry = index.objects[number]
         framing = _framing(index, entry, rows.tolist())
@@ -499,8 +522,8 @@ class _Framing(NamedTuple):
 def _framing(index: ix.Index, entry: ix.ObjectEntry, rows: Sequence[int]) -> list[_Framing] | None:
     """Return what this process would write around the items of an object of the base.
 
-    Return None if that does not have the digest of the object's framing, so that another torch has
-    written something else there.
+    Return None if these bytes do not have the digest of the object's framing: another version of
+    torch has written something else there.
 
     Args:
         rows: the rows of the object's items, by their offsets.
@@ -509,7 +532,7 @@ def _framing(index: ix.Index, entry: ix.ObjectEntry, rows: Sequence[int]) -> lis
     for group in index.groups():
         for position in np.flatnonzero(np.isin(group.rows, rows)).tolist():
             dtype = known_dtype(group.tensors[group.owner[position]].dtype)
-            if dtype is None:
+            if dtype is None:  # this torch does not know it
                 return None
             kinds[int(group.rows[position])] = _Kind(dtype, tuple(group.sizes[position].tolist()))
     options = tensor_frame.save_options()
@@ -517,11 +540,12 @@ def _framing(index: ix.Index, entry: ix.ObjectEntry, rows: Sequence[int]) -> lis
     digest, end = xxhash.xxh3_128(), 0
     for row in rows:
         item = index.item(row)
-        frame = b""  # what is pickled has no framing but padding
+        frame = b""  # an item that is pickled has no framing but padding
         if row in kinds and not item.pickled:
             try:
                 around = tensor_frame.frame(*kinds[row], options)
-            except RuntimeError:  # another rank's tensor that is larger than this machine's memory
+            except RuntimeError:
+                # Another rank's tensor may be larger than this machine's memory.
                 return None
             frame = around.header + around.trailer
         padding_bytes = item.offset - end  # this process would write less than the alignment

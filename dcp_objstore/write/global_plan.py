@@ -62,6 +62,9 @@ class LocalPlan(msgspec.Struct, frozen=True):
 
         Args:
             paths: the place of each key in the nested state, as DCP gives it.
+
+        Raises:
+            UnsupportedError: a chunk has another number of dimensions than its tensor.
         """
         kind_numbers: list[int | None] = []
         kinds: dict[ix.Tensor, int] = {}
@@ -82,8 +85,10 @@ class LocalPlan(msgspec.Struct, frozen=True):
                 )
             offsets += chunk.offsets
             sizes += chunk.sizes
+            # Without key and number of chunks, so that tensors that are alike have one kind.
             kind = tensor_entry("", data, 0, item.type is WriteItemType.SHARD)
             kind_numbers.append(kinds.setdefault(kind, len(kinds)))
+        # A `LiteralKey` is sent as a plain str, and beside it where in the path it stands.
         literal_keys = {
             key: tuple(depth for depth, step in enumerate(path) if type(step) is ix.LiteralKey)
             for key, path in paths.items()
@@ -119,10 +124,10 @@ class GlobalPlan(NamedTuple):
 def plan_globally(plans: Sequence[LocalPlan]) -> GlobalPlan:
     """Leave each chunk to one rank, and check that the chunks make up their tensors.
 
-    An item that several ranks have goes to the one with the fewest bytes until then, as in DCP;
-    values and tiny plain tensors, such as an optimizer's step counts, one a parameter, go to the
-    first of them. DCP would spread these over the ranks. Every rank that loads reads all of them,
-    so each rank would send as many requests as there are parameters.
+    Of the ranks that have an item, the one with the fewest bytes until then writes it, as in DCP.
+    But values and tiny tensors that are not sharded, such as the step count that an optimizer has
+    for each parameter, are written by the first rank that has them. DCP would spread them over the
+    ranks. Every rank that loads reads all of them, and would send a request for each parameter.
 
     Raises:
         StateMismatchError: ranks have different values under one key, hold only a part of a tensor,
@@ -213,7 +218,7 @@ class _State:
 
     def add(self, plans: Sequence[LocalPlan]) -> _Table:
         """Decode the plans of the ranks, in their order."""
-        # By the encoded description, which most ranks have alike.
+        # By the encoded description, which is the same for most ranks and is decoded once.
         decoded: dict[bytes, _Decoded] = {}
         for rank, plan in enumerate(plans):
             if plan.items not in decoded:
@@ -221,6 +226,7 @@ class _State:
         of_ranks = [decoded[plan.items] for plan in plans]
         counts = [len(rank.tensor) for rank in of_ranks]
         ndim = np.concatenate([rank.ndim for rank in of_ranks])
+        # For each item and dimension, whether the item has that dimension (a value has none).
         used = np.arange(ndim.max(initial=0)) < ndim[:, None]
         offsets: _Boxes = np.zeros(used.shape, np.int64)
         sizes: _Boxes = np.zeros(used.shape, np.int64)
@@ -237,11 +243,16 @@ class _State:
             used=used,
             size_bytes=np.concatenate([rank.item_size_bytes for rank in of_ranks]),
         )
-        table.size_bytes *= table.elements
+        table.size_bytes *= table.elements  # until now the size of one element
         return table
 
     def _decode(self, body: bytes, rank: int) -> _Decoded:
-        """Decode what a rank's items are; give each key a number that is the same for all ranks."""
+        """Decode what a rank's items are; give each key a number that is the same for all ranks.
+
+        Args:
+            body: the encoded `_Items`.
+            rank: the first rank that has sent this description.
+        """
         items = msgspec.msgpack.decode(body, type=_Items)
         for key, path in items.paths.items():
             self.paths.setdefault(key, path)
@@ -261,7 +272,7 @@ class _State:
     def _number(self, key: str, kind: ix.Tensor | None, rank: int) -> int:
         """Return the number of a key; raise if another rank has something else under it."""
         number = self._numbers.setdefault(key, len(self.keys))
-        if number == len(self.keys):
+        if number == len(self.keys):  # the key is new
             self.keys.append(key)
             self.kinds.append(kind)
             self.first_ranks.append(rank)
@@ -303,12 +314,13 @@ def _deduplicated(state: _State, table: _Table) -> _Rows:
     Items are the same chunk if they have the same tensor and offset. Their sizes must be the same,
     too, unless one of them is empty.
     """
-    # At one place, items with elements come first, then the lowest rank.
+    # By tensor and offset. At one place, items with elements come first, in the order of ranks.
     is_empty = table.elements == 0
     order = np.lexsort((table.rank, is_empty, *table.offsets.T[::-1], table.tensor))
     tensor, offsets, sizes = table.tensor[order], table.offsets[order], table.sizes[order]
     is_repeated = np.zeros(len(order), bool)  # whether it is the same chunk as the item before
     is_repeated[1:] = (tensor[1:] == tensor[:-1]) & (offsets[1:] == offsets[:-1]).all(axis=1)
+    # Whether an item with elements repeats the one before, but has another size.
     differs = is_repeated & ~is_empty[order]
     differs[1:] &= (sizes[1:] != sizes[:-1]).any(axis=1)
     if differs.any():
@@ -330,6 +342,7 @@ def _deduplicated(state: _State, table: _Table) -> _Rows:
     loads = np.zeros(len(table.counts), np.int64)  # the bytes of each rank
     np.add.at(loads, table.rank[unshared], table.size_bytes[unshared])
     shared = np.flatnonzero(is_shared)
+    # The largest chunk comes first.
     for chunk in shared[np.argsort(-table.size_bytes[chosen[shared]])].tolist():
         candidates = order[firsts[chunk] : firsts[chunk] + counts[chunk]]
         # An empty item at the same offset cannot stand for one with elements.
@@ -368,6 +381,7 @@ def _check_boxes(state: _State, rows: _Rows) -> None:
     elements = table.elements[rows.item]
     saved_elements = np.zeros(len(state.keys), np.int64)
     np.add.at(saved_elements, rows.tensor, elements)
+    # A tensor with too many elements has chunks that overlap, which the loop below finds.
     for number, (key, kind) in enumerate(zip(state.keys, state.kinds, strict=True)):
         if kind is not None and saved_elements[number] < math.prod(kind.shape):
             raise incomplete(key, int(saved_elements[number]), math.prod(kind.shape))
@@ -389,16 +403,18 @@ def _check_boxes(state: _State, rows: _Rows) -> None:
 
 
 def _may_overlap(tensor: ix.Numbers, offsets: _Boxes, sizes: _Boxes) -> set[int]:
-    """Return the tensors that are not cut along a grid.
+    """Return the numbers of the tensors whose boxes may overlap: they are not cut along a grid.
 
-    Along each dimension of a grid, intervals that begin at different places are apart. No two boxes
-    of a tensor begin at the same place, so boxes of a grid do not overlap.
+    Along each dimension of a grid, intervals that begin at different places do not overlap. No two
+    boxes of a tensor have the same offset, so in some dimension they begin at different places, and
+    boxes of a grid do not overlap.
     """
     suspects: set[int] = set()
     for starts, lengths in zip(offsets.T, sizes.T, strict=True):
         order = np.lexsort((lengths, starts, tensor))
         owner, start, length = tensor[order], starts[order], lengths[order]
-        # The longest of those that begin at one place comes last: that is compared with the next.
+        # Of the intervals that begin at one place, the longest comes last. It is compared with the
+        # next one, which begins later.
         begins_later = (owner[1:] == owner[:-1]) & (start[1:] > start[:-1])
         reaches_next = start[1:] < start[:-1] + length[:-1]
         suspects |= {*owner[1:][begins_later & reaches_next].tolist()}

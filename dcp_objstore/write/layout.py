@@ -225,7 +225,8 @@ class Layout:
     def buffers(self) -> Iterator[ByteArray]:
         """Yield the object's bytes; resolve items one at a time, as the transport asks for more.
 
-        Each call begins from the start, with the items that the last one has taken.
+        Each call makes the object anew, for another try of the upload. It begins with the items
+        that the call before has taken from `pending`.
 
         Raises:
             DcpObjstoreError: an item cannot be saved; the error names its key.
@@ -235,7 +236,7 @@ class Layout:
         self.pending.extendleft(reversed(self._taken))
         self._taken, self.placed, self.changed = [], [], []
         self._position, self._framing, self._gathered = 0, xxhash.xxh3_128(), bytearray()
-        # The gathered bytes, one more small tensor and its framing are no larger than a slice.
+        # So much that with one more small tensor and its framing it is no larger than a slice.
         enough_bytes = min(_GATHERED_BYTES, self.plan.slice_size_bytes - 2 * SMALL_BYTES)
         while self.pending:
             item, size_bytes = self.pending[0]
@@ -244,14 +245,16 @@ class Layout:
             self._taken.append(self.pending.popleft())
             try:
                 data = self._resolved(item)
+                # A planner has converted the tensor, whose size may be another one now.
                 if isinstance(data, torch.Tensor) and data.dtype != _dtype_of(item):
                     size_bytes = item_bytes(item, data.dtype)
-                    if not self._fits(size_bytes):  # a planner converted it to a larger dtype
+                    if not self._fits(size_bytes):  # the next object takes it
                         self._taken.pop()
                         self.pending.appendleft(SizedItem(item, size_bytes))
                         break
                 sliced = self._begin(item, data)
-                # Here and below, so that it is freed before the planner makes the next one.
+                # `data` and, below, `sliced` are deleted, so that their memory is free before the
+                # planner makes the next item's data.
                 del data
                 if sliced is not None:
                     if self._gathered:
@@ -300,7 +303,7 @@ class Layout:
             self.on_value(item.index.fqn, data.getvalue())
             return self._begin_whole(item, np.frombuffer(data.getbuffer(), np.uint8), None)
         payload = tensor_frame.raw_payload(data)
-        if payload is None:
+        if payload is None:  # a quantized tensor or a tensor subclass, which is pickled as a whole
             tensor_frame.check_dtype(data.dtype)
             blob = tensor_frame.pickled_blob(data)
             if type(data) not in self._seen_types:
@@ -371,7 +374,12 @@ class Layout:
         )
 
     def _begin_whole(self, item: WriteItem, body: ByteArray, dtype: torch.dtype | None) -> _Sliced:
-        """Begin an item that is all payload: a pickled value, or a tensor pickled as a whole."""
+        """Begin an item that is all payload: a pickled value, or a tensor pickled as a whole.
+
+        Args:
+            body: the pickled bytes.
+            dtype: the dtype of the tensor; None for a value.
+        """
         self._add_framing(bytes(tensor_frame.padding_before(self._position, 0)))
         size_bytes = self.plan.slice_size_bytes
         return _Sliced(
@@ -382,7 +390,7 @@ class Layout:
                 payload_offset=self._position,
                 payload_length=body.nbytes,
                 digests=[],
-                pickled=dtype is not None,
+                pickled=dtype is not None,  # said of tensors only: values are always pickled
                 dtype=None if dtype is None else constant_name(dtype),
             ),
             [body[at : at + size_bytes] for at in range(0, body.nbytes, size_bytes)],
@@ -393,7 +401,7 @@ class Layout:
         offset = self._position
         self._position += piece.nbytes
         digests = sliced.placed.digests
-        if isinstance(digests, bytes):  # those of a staged copy, which nobody else can change
+        if isinstance(digests, bytes):  # computed for a staged copy, which nobody else can change
             return piece
         words = _watched_words(piece)
         digests.append(self.hash_slice(piece))

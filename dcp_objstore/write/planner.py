@@ -57,7 +57,7 @@ class WriteItems:
     def of(self, state_dict: Mapping[str, Any], *, is_coordinator: bool) -> list[WriteItem]:
         """Return the items that `create_default_local_save_plan` makes of a flat, staged state.
 
-        Whether a tensor is pinned may be reported as it was for an earlier copy.
+        The items of an earlier copy are reused, and may say wrongly whether a tensor is pinned.
         """
         latest: dict[str, _KnownItems] = {}
         items: list[WriteItem] = []
@@ -87,15 +87,18 @@ def _write_items(key: str, value: Any, is_coordinator: bool) -> list[WriteItem]:
 
 
 def _signature(value: Any) -> tuple[Any, ...] | None:
-    """Return a key that is equal for values with the same items; None to make them each time."""
+    """Return a key that is equal only for values with the same write items.
+
+    It is None if the items of the value must be made for each save.
+    """
     if type(value) not in (torch.Tensor, DTensor):
         return None
     local = torch_private.local_tensor(value)
     if type(local) is not torch.Tensor or any(map(torch_private.own_sharding, (value, local))):
         return None  # the tensor itself says which items it has
     spec = torch_private.spec_of(value) if isinstance(value, DTensor) else None
-    # The identical spec object, which the key keeps alive: with an equal spec, this process may
-    # have another coordinate in the mesh.
+    # By the `id` of the spec, which the key keeps alive: the meshes of two equal specs may give
+    # this process different coordinates.
     return id(spec), spec, local.dtype, value.requires_grad, value.size()
 
 
@@ -203,7 +206,7 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
 
         Returns:
             The state, with the states of Stateful objects in their place: DCP would ask for these
-            where an error does not reach the other ranks.
+            where an error does not reach the other ranks. It may be empty after an error.
         """
         plain: dict[str, Any] = {}
         with self._postponed_errors():
@@ -226,13 +229,15 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         values: dict[str, Any] = {}  # plain values of this rank
         digest: bytes | None = None
         if group is not None and self._local_plan is not None:
-            with self._postponed_errors():  # Ctrl-C, too: the other ranks wait below
+            with self._postponed_errors():  # even of Ctrl-C: the other ranks wait in `from_all`
                 values = seen_values.compared(self.state_dict)
                 digest = seen_values.digest(values)
         of_ranks = from_all((None if layout is None else layout.number, digest), self._url, group)
         numbers, digests = ({*column} for column in zip(*of_ranks, strict=True))
-        if len(numbers) == 1:  # the same number on all ranks; or None, then so is `layout`
+        # All ranks know the same layout; or none knows one, and `layout` is None.
+        if len(numbers) == 1:
             self._known_layout = layout
+        # A rank has no digest (None) after an error, or if a value cannot be pickled.
         if len(digests) > 1 and None not in digests:
             error = seen_values.compare(values, self._url, group)
             self._postponed += [] if error is None else [error]
@@ -248,9 +253,13 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """Override `AgreeingPlanner.set_up_planner`; do nothing if `take` has done it."""
-        if self._local_plan is None:  # torch looks for `storage_meta` among the parameters
+        """Override `AgreeingPlanner.set_up_planner`; do nothing if `take` has made the plan.
+
+        torch looks for a parameter with the name `storage_meta`.
+        """
+        if self._local_plan is None:
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
+            # The state is flat now, and `Empty` is replaced by the empty dict that it stands for.
             empty = [key for key, value in self.state_dict.items() if value is Empty]
             self.state_dict.update((key, {}) for key in empty)
 
@@ -262,7 +271,7 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
             check_kind(value, key)
         try:
             return create_default_local_save_plan(self.state_dict, self.is_coordinator).items
-        except Exception:  # noqa: BLE001 - raised again with its key
+        except Exception:  # noqa: BLE001 - `_write_items` raises it again, and names the key
             items = (_write_items(*pair, self.is_coordinator) for pair in self.state_dict.items())
             return [item for of_value in items for item in of_value]
 
@@ -277,7 +286,11 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         return self._local_plan
 
     def create_local_plan(self) -> SavePlan:
-        """Override `DefaultSavePlanner.create_local_plan`."""
+        """Override `DefaultSavePlanner.create_local_plan`: tell the coordinator what this rank has.
+
+        Raises:
+            DcpObjstoreError: an error of `take` or `agree`, or of an item that cannot be saved.
+        """
         with self._typed_errors():
             if self._postponed:
                 raise self._postponed.pop()
@@ -295,11 +308,13 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
             StateMismatchError: the ranks' items do not fit together.
         """
         with self._typed_errors():
+            # After the process group was destroyed, DCP believes that this rank is alone.
             if len(all_plans) != self._ranks:
                 raise gone_error(self._url)
             offers: list[Any] = [plan.storage_data for plan in all_plans]  # an `_Offer` of each
             same_url([offer.url for offer in offers])
             shares: list[_Share | None] = [None] * len(offers)
+            # With a known layout, no rank has sent its items, and each knows its share.
             if self._known_layout is None:
                 self._planned, of_ranks = plan_globally([offer.plan for offer in offers])
                 number = secrets.randbits(62)
@@ -321,7 +336,7 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
                 layout = _KnownLayout(share.number, self._planned, share.own)
             assert layout is not None
             local = self._make_local_plan()
-            # The dict is in the order of use: the latest is the last.
+            # The layout is moved to the end of the dict, which is in the order of use.
             self._layouts.pop(local, None)
             self._layouts[local] = layout
             for oldest in list(self._layouts)[:-_MOST_LAYOUTS]:

@@ -34,8 +34,8 @@ def at_program_end(wait: Callable[[], object]) -> None:
         _ended.set()
         wait()
 
-    # The function is private, and there from 3.9 to 3.14 (AttributeError). Without it, Python still
-    # waits for the threads. RuntimeError: the program has ended already.
+    # `_register_atexit` is private; Python 3.9 to 3.14 have it. Without it (AttributeError), Python
+    # still waits for the threads. RuntimeError: the program has ended already.
     with contextlib.suppress(AttributeError, RuntimeError):
         threading._register_atexit(end)  # type: ignore[attr-defined]
 
@@ -46,7 +46,7 @@ def show_lost(url: str | None, error: BaseException, why: str) -> None:
     try:
         print(f"dcp_objstore: {url} was NOT saved: {why}:", file=stream)
         if isinstance(error, DcpObjstoreError) and not isinstance(error, RankFailedError):
-            # Without a traceback: it is not a bug, and the text says enough.
+            # A copy has no traceback. None is shown: the error is no bug, and its text says enough.
             error = copy.copy(error)
         sys.excepthook(type(error), error, error.__traceback__)
     finally:

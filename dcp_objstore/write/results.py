@@ -63,7 +63,7 @@ class WriteResults(list[WriteResult]):
         if self.planned is None:
             places = [(result.index.fqn, result.index.offset) for result in self]
         else:
-            # By identity: the results have the indices of the items, and to hash one costs more.
+            # By the `id` of its `index`, which a result shares with its item: a hash costs more.
             position_of = {id(item.index): number for number, item in enumerate(self.planned)}
             numbers_in_plan = [position_of[id(result.index)] for result in self]
             positions = np.array(numbers_in_plan, np.int64).tobytes()
@@ -146,7 +146,7 @@ def planned_index(metadata: Metadata) -> PlannedIndex:
 
     Raises:
         UnsupportedError: the planner left `planner_data` that a load could not restore.
-        StateMismatchError: the ranks hold only part of a tensor.
+        StateMismatchError: the ranks hold only a part of a tensor.
     """
     tensors: dict[str, ix.Tensor] = {}
     blobs: list[str] = []
@@ -201,12 +201,12 @@ def build_index(
             rows = np.array([row_of_place.get(place, -1) for place in of_rank.places], np.int64)
         rows_of_ranks.append(rows)
         converted |= {int(rows[number]): dtype for number, dtype in of_rank.converted.items()}
-    row = np.concatenate(rows_of_ranks)
-    # For each row, the number of its result; -1 for a row without one. Results of rows that are not
-    # in the plan, which a foreign planner may report, have row -1: they are at the end and dropped.
+    row_of_result = np.concatenate(rows_of_ranks)
+    # For each row, the number of its result; -1 for a row without one. A foreign planner may report
+    # a result that is not in the plan. Its row is -1: one more row at the end, which is dropped.
     count = sum(tensor.chunk_count for tensor in planned.tensors.values()) + len(planned.blobs)
     result_of_row = np.full(count + 1, -1, np.int64)
-    result_of_row[row] = np.arange(len(row))
+    result_of_row[row_of_result] = np.arange(len(row_of_result))
     result_of_row = result_of_row[:count]
 
     def column(name: str) -> ix.Numbers:
@@ -268,9 +268,15 @@ def _digests(
 ) -> ix.Column:
     """Return the digests of all blocks in the order of the index's rows.
 
-    For example, result 0 has the blocks 0 and 1, result 1 the block 2, and the rows are the results
-    1 and 0. Then `counts` is 2 1, `first` 0 2, `row_counts` 1 2, `row_first` 0 1, and `blocks`
-    2 0 1: for each block of the index the number of that block among those of the results.
+    For example, result 0 has the blocks 0 and 1, and result 1 has the block 2. The index has result
+    1 in its row 0, and result 0 in its row 1. Then:
+
+        result_of_row  1 0
+        counts         2 1    number of blocks of each result
+        first          0 2    number of its first block, in the order of the results
+        row_counts     1 2    number of blocks of each row
+        row_first      0 1    number of its first block, in the order of the rows
+        blocks         2 0 1  for each block in the order of the rows, its number in that of results
     """
     counts = ix.digest_counts(payload_length.astype(np.uint64))
     first = np.cumsum(counts) - counts
@@ -288,10 +294,11 @@ def _with_stored_dtypes(
     """Return the tensors with the dtypes that were stored, if a planner has converted rows."""
     if not converted:
         return planned.tensors
-    tensors, row = {}, 0
+    tensors, first_row = {}, 0
     for key, tensor in planned.tensors.items():
-        rows = range(row, row + tensor.chunk_count)
-        row = rows.stop
+        rows = range(first_row, first_row + tensor.chunk_count)
+        first_row = rows.stop
+        # A tensor without chunks keeps its dtype.
         dtypes = {converted.get(number, tensor.dtype) for number in rows} or {tensor.dtype}
         if len(dtypes) > 1:
             raise UnsupportedError(
@@ -329,7 +336,13 @@ def tensor_entry(
     chunk_count: int,
     is_sharded: bool | None = None,
 ) -> ix.Tensor:
-    """Return what an index says of a tensor."""
+    """Return what an index says of a tensor.
+
+    Args:
+        described: DCP's description of the tensor.
+        chunk_count: the number of its chunks.
+        is_sharded: whether ranks have parts of it; None if that is not known.
+    """
     properties = described.properties
     return ix.Tensor(
         key=key,
@@ -345,7 +358,11 @@ def tensor_entry(
 
 
 def _flatten_mapping(planner_data: object) -> dict[str, tuple[str | int, ...]] | None:
-    """Return the planner's mapping of keys to places, or None if it has none."""
+    """Return the planner's mapping of keys to places, or None if it has none.
+
+    Raises:
+        UnsupportedError: the planner has left something else.
+    """
     if planner_data is None:
         return None
     if isinstance(planner_data, dict) and all(

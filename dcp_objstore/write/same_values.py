@@ -68,7 +68,8 @@ class SeenValues:
     def digest(self, values: Mapping[str, Any]) -> bytes | None:
         """Return a digest of all values, or None if one of them cannot be pickled.
 
-        It is a quick one. Of the values for which that does not do, it covers the exact digest.
+        It is the digest of a quick pickle. For keys in `unordered`, whose equal values are pickled
+        differently, that pickle has the exact digests of the values in their place.
         """
         return _digest(
             _Quick,
@@ -97,12 +98,13 @@ class SeenValues:
             digests = [(rank, report[key]) for rank, report in enumerate(reports) if key in report]
             (first, (first_exact, first_quick)), *others = digests
             other = next((rank for rank, (exact, _) in others if exact != first_exact), None)
-            if other is not None:
+            if other is not None:  # the values differ
                 numbers = (str(global_rank(rank, group)) for rank in (first, other))
                 different[key] = f"{key} on ranks {' and '.join(numbers)}"
-            elif len(digests) < len(reports):
+            elif len(digests) < len(reports):  # some rank has no value with this key
                 self.left_out.add(key)
             elif any(quick != first_quick for _, (_, quick) in others):
+                # The values are equal, but are pickled differently.
                 self.unordered.add(key)
         self.left_out.update(different)
         if different and is_first(group):
@@ -131,7 +133,10 @@ def _digest(pickler: type[_Quick | _Exact], value: object) -> bytes | None:
 
 
 def _reduced(value: object) -> Any:
-    """Return what stands for a value in both kinds of pickles, or NotImplemented."""
+    """Return what stands for a value in both kinds of pickles, as `reducer_override` does.
+
+    That is NotImplemented for a value that is pickled as usual.
+    """
     if isinstance(value, torch.device):  # each rank has its own GPU
         return str, (value.type,)
     payload = tensor_frame.raw_payload(value) if isinstance(value, torch.Tensor) else None
@@ -156,14 +161,16 @@ class _Exact(pickle._Pickler):
     """
 
     def reducer_override(self, value: object) -> Any:
+        """Return what stands for a value; for a set or dict, the sorted digests of its items."""
         if isinstance(value, set | frozenset):
             return type(value), (sorted(_digest(_Exact, item) or b"" for item in value),)
         if isinstance(value, dict):
             reduced: Any = value.__reduce_ex__(4)  # callable, arguments, state, items
             items = sorted(_digest(_Exact, item) or b"" for item in value.items())
             return tuple, ((*reduced[:3], items),)
+        # The pickle of an array depends on the order of its memory, too.
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:
             return tuple, ((str(value.dtype), value.shape, value.tobytes()),)
-        if isinstance(value, io.BytesIO):
+        if isinstance(value, io.BytesIO):  # its pickle has its position, too
             return io.BytesIO, (value.getvalue(),)
         return _reduced(value)

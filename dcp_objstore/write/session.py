@@ -66,7 +66,11 @@ class Save:
     def start(
         self, *, overwrite: bool, claim: RunClaim | None, allow_unfenced: bool, clock: Clock
     ) -> None:
-        """Read the begin token, and check that this rank could commit."""
+        """Put the beacon, read the begin token, and check that this rank could commit.
+
+        The beacon is a small object that shows sweeps that a save is under way; the begin token is
+        the state of the URL before the save (rule 2 of `checkpoint.commit`).
+        """
         store, claim_number = self.open(), check_claim(claim, self.spec)
         self.token = commit.take_begin_token(
             store,
@@ -80,11 +84,13 @@ class Save:
             capabilities = probe.require_fencing(
                 store,
                 replaces=self.token.version is not None,
-                # A claim protects nothing without conditional writes.
+                # With a claim the promise does not count: a claim itself needs conditional writes.
                 allow_unfenced=allow_unfenced and claim_number is None,
                 clock=clock,
             )
-        except InputError:  # this store can never commit; after other errors it may not answer
+        except InputError:
+            # This store can never commit. After other errors it may not answer, and a sweep removes
+            # the beacon.
             commit.remove_beacon(store, self.token.beacon)
             raise
         self.fenced = capabilities.conditional_create
@@ -121,7 +127,8 @@ class Save:
         )
         report = self.report(objects, committed.commit_id)
         if claim is None:
-            # Already now, because what follows may be interrupted.
+            # Already now, because Ctrl-C may interrupt what follows. With a claim it is too early:
+            # `confirm` raises if the checkpoint does not count in its run.
             on_committed(report)
         requests = [partial(commit.remove_beacon, store, self.token.beacon)]
         if stock_metadata:
@@ -135,20 +142,23 @@ class Save:
         return index
 
     def abandon(self, error: BaseException) -> None:
-        """Report that the save has failed, and remove its beacon.
+        """Report that the save has failed, and remove its beacon and its copies on this node.
 
-        The next save writes over its copies, and not over those of the one before.
+        Errors of these removals are logged or ignored and never raised, so the report always comes.
         """
+        # A save keeps the newest copies on the node and writes over all others. If the copies of
+        # this failed save stayed, the next save would write over those of the last good checkpoint.
         if self.copies is not None:
             self.copies.give_up()
-        # If the store may not answer, or the user will not wait, a sweep removes the beacon.
+        # The beacon is the object that shows sweeps that a save is under way (see `start`). If the
+        # store may not answer, or the user has pressed Ctrl-C, it stays until a sweep removes it.
         if self.token is not None and not isinstance(error, RetryableError | KeyboardInterrupt):
             commit.remove_beacon(self.open(), self.token.beacon)
         self.channel.fail(error)
         self.channel.flush()
 
     def report(self, objects: Sequence[StoredObject], commit_id: str | None) -> SaveReport:
-        """Report on all ranks' objects (on the coordinator) or on this rank's objects."""
+        """Return a report on objects: those of all ranks on the coordinator, or this rank's own."""
         return SaveReport(
             url=self.spec.url,
             total_bytes=sum(stored.entry.size_bytes for stored in objects),
@@ -170,7 +180,7 @@ def _commit_with_events(
     goes_back: bool,
     clock: Clock,
 ) -> commit.CommitResult:
-    """Make the checkpoint exist, and emit events of it; the errors of `commit_checkpoint`."""
+    """Commit the checkpoint and emit events of that. Raises what `commit_checkpoint` raises."""
     assert save.token is not None
     began_at = time.monotonic()
 
@@ -226,7 +236,7 @@ def _publish(
 
 
 def _refuse_uncounted(claim: RunClaim | None, step: StoreSpec) -> None:
-    """Raise, before a save, if its step would not count in its run. Costs one GET.
+    """Raise, before a save, if its checkpoint would not count in its run. Costs one GET.
 
     Without a claim, the run is the prefix above the checkpoint. If that cannot be read (for example
     with rights to the checkpoint only), the save goes on: the prefix may well not be a run.
@@ -242,7 +252,7 @@ def _refuse_uncounted(claim: RunClaim | None, step: StoreSpec) -> None:
         run, _ = step.parent()
         if run is not None:
             refuse_uncounted(run.open(), 0)
-    except UnsupportedError:  # an `InputError`, but it says that `_CLAIM` has been read
+    except UnsupportedError:  # a subclass of InputError: `_CLAIM` was read, and cannot be used
         raise
     except InputError as error:
         logger.debug(

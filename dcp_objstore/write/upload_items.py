@@ -78,8 +78,9 @@ def upload_items(
     digests_of = partial(_hash, save.channel) if save.channel.detailed else block_digests
     resolve = planner.resolve_data
     if not isinstance(planner, AgreeingSavePlanner) or _has_sharded(planner.state_dict):
-        resolve = torch.no_grad()(resolve)  # or else `DTensor.to_local` makes a view
-    # For all items, because what the store cannot copy after all is uploaded.
+        # With gradients, `DTensor.to_local` would make a view.
+        resolve = torch.no_grad()(resolve)
+    # For all items, also those that the store is to copy: if it cannot, they are uploaded.
     part_plan = _plan_parts(plan.items, store, config)
     unchanged = Unchanged()
     if base is not None:
@@ -99,11 +100,13 @@ def upload_items(
     results, objects = WriteResults(unchanged.results), list(unchanged.stored)
     is_copied = False
     progress = Progress(config.stall_timeout_seconds, save.channel)
+    # The coordinator knows the plan of our own planner, so results name only positions in the plan.
     if isinstance(planner, AgreeingSavePlanner):
         results.planned, is_copied = plan.items, planner.is_copied
         planner.check_stopped = progress.check_stopped
     groups = _groups(order, unchanged, unchanged.copied)
     most_parts = _most_parts(groups, part_plan, is_copied=is_copied)
+    # The first numbers belong to the objects that the store was to copy.
     object_numbers = itertools.count(len(unchanged.objects))
     save.copies = None if local is None else SaveCopies(local, save.spec, save.channel, save.rank)
     upload = partial(_upload_object, save, config=config, progress=progress, most=most_parts)
@@ -183,7 +186,7 @@ def _upload_object(
         most: the largest number of parts under way at a time.
     """
     store, copies = save.open(), save.copies
-    # About how large the copy on this node becomes.
+    # About how large the object becomes, and so its copy on this node.
     size_bytes = sum(size for _, size in layout.pending) if copies is not None else 0
     size_bytes = min(size_bytes, layout.plan.max_object_size_bytes)
     try:
@@ -193,7 +196,7 @@ def _upload_object(
                 """Return the object's bytes from the start, for each try of the upload."""
                 if copies is None:
                     return layout.buffers()
-                open_copy.close()  # the copy that the try before has begun
+                open_copy.close()  # gives up the copy that the try before this one has begun
                 return open_copy.enter_context(copies.tee(key, layout.buffers(), size_bytes))
 
             uploaded = upload_object(
@@ -260,7 +263,8 @@ def _groups(
 ) -> list[deque[SizedItem]]:
     """Return what is uploaded into separate objects: what has changed, and what has not.
 
-    It is one group, unless the next save could only copy the second as whole objects.
+    There are two groups only if the store copies whole objects only, and what has not changed is
+    large enough to be copied: the next save can then have the objects of that group copied.
 
     Args:
         copied: the items that the store copies, which are not uploaded.
@@ -282,7 +286,7 @@ def _groups(
 def _check_changed(store: ObjectStore, object_key: str, changed: Sequence[ChangedSlice]) -> None:
     """Read back the slices that changed during their upload, and compare them with their digests.
 
-    If they are equal, a slice was sent as it was when it was hashed, and the checkpoint is whole.
+    A slice that has its digest was sent as it was when it was hashed, so the checkpoint is whole.
 
     Raises:
         InputError: the bytes on the store do not have the digest that the index would give.

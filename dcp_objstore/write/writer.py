@@ -169,6 +169,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         self._claim = claim
         self._base = base
         self._local = local_of(local)
+        # Without a URL, these are checked when a save begins.
         if self._target.url is not None:
             check_claim(claim, self._target.spec)
             check_base(base, self._target.spec)
@@ -265,7 +266,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
                     clock=self._clock,
                 )
             else:
-                save.open()
+                save.open()  # so that a store that cannot be opened fails before any upload
 
     @property
     def _clock(self) -> Clock:
@@ -338,6 +339,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         if save is not None:
             save.abandon(error)
             return
+        # The save had not begun, so there is only the failure to report.
         channel = self._event_settings.channel(
             "save", str(self.checkpoint_id), *rank_and_world_size()
         )
@@ -374,6 +376,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
                 base=base,
                 local=self._local,
             )
+            # The coordinator's report is on all ranks: `finish` makes it.
             if not save.is_coordinator:
                 self.last_save = save.report(objects, None)
         future: Future[list[WriteResult]] = Future()

@@ -54,9 +54,10 @@ class StagingMemory:
         self.allocated_bytes = 0
         self._lock = threading.Lock()
         self._idle: list[_Slab] = []
-        # A slab returns where its last array dies: in any thread, even during a call of this queue.
-        # Only SimpleQueue is reentrant.
+        # A slab is put here when its last array dies: in any thread, even in the middle of a call
+        # of this queue. Of the queues, only SimpleQueue allows that.
         self._returned: queue.SimpleQueue[_Slab] = queue.SimpleQueue()
+        # The number of calls of `take`.
         self._takes = 0
 
     def take(self, sizes_bytes: Sequence[int], *, pinned: bool) -> list[ByteArray]:
@@ -74,6 +75,7 @@ class StagingMemory:
             self._takes += 1
             self._collect()
             idle = [self._idle_slab(size_bytes, pinned=pinned) for size_bytes in sizes_bytes]
+            # Before more is allocated, idle slabs go that the latest takes have not used.
             self._free(lambda slab: slab.used_at + _KEPT_TAKES <= self._takes)
             slabs = [
                 slab or self._allocate(size_bytes, pinned=pinned)
@@ -86,7 +88,7 @@ class StagingMemory:
             return arrays
 
     def _would_grow(self, sizes_bytes: Sequence[int], *, pinned: bool) -> bool:
-        """Return whether taking these would allocate memory while some is leased."""
+        """Return whether to take arrays of these sizes allocates memory while some is leased."""
         with self._lock:
             self._collect()
             idle = Counter(slab.array.nbytes for slab in self._idle if slab.pinned == pinned)
@@ -100,7 +102,7 @@ class StagingMemory:
             self._free(lambda _: True)
 
     def _collect(self) -> None:
-        """Put slabs that have returned among the idle ones. The caller of these methods locks."""
+        """Put slabs that have returned among the idle ones. The caller holds the lock."""
         while True:
             try:
                 self._idle.append(self._returned.get_nowait())
@@ -108,21 +110,21 @@ class StagingMemory:
                 return
 
     def _idle_slab(self, size_bytes: int, *, pinned: bool) -> _Slab | None:
-        """Take an idle slab of exactly this size; return None if there is none."""
+        """Take an idle slab of exactly this size, or return None. The caller holds the lock."""
         for number, slab in enumerate(self._idle):
             if slab.array.nbytes == size_bytes and slab.pinned == pinned:
                 return self._idle.pop(number)
         return None
 
     def _free(self, is_unneeded: Callable[[_Slab], bool]) -> None:
-        """Free those idle slabs that are not needed any more."""
+        """Free those idle slabs that are not needed any more. The caller holds the lock."""
         kept = [slab for slab in self._idle if not is_unneeded(slab)]
         self.allocated_bytes -= sum(slab.array.nbytes for slab in self._idle)
         self.allocated_bytes += sum(slab.array.nbytes for slab in kept)
         self._idle = kept
 
     def _allocate(self, size_bytes: int, *, pinned: bool) -> _Slab:
-        """Allocate a slab, which is not idle."""
+        """Allocate a slab, which `take` leases at once. The caller holds the lock."""
         array = np.frombuffer(new_memory(size_bytes), dtype=np.uint8)
         memory = torch.from_numpy(array)
         self.allocations += 1

@@ -76,7 +76,8 @@ class _View:
 def plan_regions(tensors: list[torch.Tensor]) -> dict[int, tuple[Region, int]]:
     """Return, for each tensor (by id), its region and its offset in the region.
 
-    A tensor without memory (meta, freed) has no region; the writer refuses it by name.
+    A tensor without elements has no region, nor has one without memory (meta, freed), which the
+    writer refuses by name.
     """
     views: dict[tuple[torch.device, int], list[_View]] = {}  # by device and address of the storage
     places: dict[int, tuple[Region, int]] = {}
@@ -100,11 +101,13 @@ def plan_regions(tensors: list[torch.Tensor]) -> dict[int, tuple[Region, int]]:
                 region.is_payload = first.tensor.is_contiguous()
                 places[id(first.tensor)] = region, 0
                 continue
+            # Rounded down, so that elements that are aligned in the storage are in the copy, too.
             start = first.start // _ELEMENT_BYTES * _ELEMENT_BYTES
             end = max(view.end for view in group)
             distinct = {view.alias: view.tensor for view in reversed(group)}
-            # Tensors that share memory share it in the copy, too. But if they leave gaps, as
-            # columns of a matrix do, and so this is more than they have, each is copied by itself.
+            # The group becomes one region, so that tensors that share memory share it in the copy,
+            # too. But if the tensors leave gaps, as columns of a matrix do, and the region would be
+            # larger than all of them together, each is copied by itself.
             if end - start <= _ELEMENT_BYTES + sum(tensor.nbytes for tensor in distinct.values()):
                 region = Region(device, first.storage, start, end)
                 places.update({id(view.tensor): (region, view.start - start) for view in group})
@@ -139,7 +142,8 @@ def lay(regions: list[Region], memory: StagingMemory, *, pinned: bool) -> None:
     """
     slabs: list[int] = []  # the size of each
     places: list[tuple[int, int]] = []  # of each region: the number of its slab, and its offset
-    # The slab that small regions go into, and how full it is: at first there is none.
+    # The slab that small regions go into, and how full it is. At first there is none, as if one
+    # were full.
     open_slab, filled_bytes = -1, _SLAB_BYTES
     for region in regions:
         size_bytes = region.size_bytes
@@ -153,7 +157,8 @@ def lay(regions: list[Region], memory: StagingMemory, *, pinned: bool) -> None:
         places.append((open_slab, filled_bytes))
         filled_bytes += -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     if open_slab >= 0:
-        # Rounded up, so that a slightly larger or smaller state asks for the same size.
+        # The last slab for small regions is only as large as these need, rounded up to a power of
+        # two, so that a slightly larger or smaller state asks for the same size.
         slabs[open_slab] = max(_SMALLEST_SLAB_BYTES, 1 << (filled_bytes - 1).bit_length())
     arrays = memory.take(slabs, pinned=pinned) if slabs else []
     addresses = [array.ctypes.data for array in arrays]  # read once: it takes microseconds
@@ -163,7 +168,7 @@ def lay(regions: list[Region], memory: StagingMemory, *, pinned: bool) -> None:
 
 
 def copy_of(tensor: torch.Tensor, region: Region, offset_bytes: int) -> torch.Tensor:
-    """Return the staged tensor; it has the same strides if its region is copied unchanged."""
+    """Return the staged tensor; it has the same strides unless its region is closely packed."""
     memory = torch.from_numpy(region.array)
     # The usual case, in two calls.
     if region.size_bytes == tensor.nbytes and tensor.is_contiguous():

@@ -51,8 +51,10 @@ class _BackgroundSave:
         self.staging_thread = threading.current_thread()
         self._group = world_group()
         self._ranks = count_ranks(self._group)  # torch cannot count those of a destroyed group
+        # The threads that cannot be that of this save, which DCP starts after the staging.
         self._earlier_threads = weakref.WeakSet(threading.enumerate())
         self._in_child = False  # whether the copy was sent to a child process
+        # Set when nothing holds the copy any more.
         self._dropped = threading.Event()
         weakref.finalize(state, self._dropped.set).atexit = False
 
@@ -67,12 +69,14 @@ class _BackgroundSave:
         """Return whether the save has ended, so that another one may begin."""
         thread = self.thread
         if thread is None:
-            # It is a thread of an executor, begun since the staging: DCP makes one per save.
+            # It is not known which thread runs the save: some thread of an executor that was begun
+            # since the staging, because DCP makes an executor for each save.
             newer = (one for one in threading.enumerate() if one not in self._earlier_threads)
             return self._dropped.is_set() or not any("Executor" in one.name for one in newer)
-        # That thread has ended, or it asks, because it begins another save.
+        # If the thread of the save asks, it begins another save, so this one has ended.
         if not thread.is_alive() or thread is threading.current_thread():
             return True
+        # If a child process saves, this process may drop the copy before the save has ended.
         return not self._in_child and self._dropped.is_set()
 
     def has_lost_ranks(self) -> bool:
@@ -137,6 +141,7 @@ class KeptStager(StagesAtOnce):
         url, rank = getattr(self, "checkpoint_id", None), current_rank()
         with plugin_errors(rank, url):
             earlier = self._background
+            # Even with "raise", wait a moment for a thread that is about to end. None: no limit.
             patience_seconds = _GRACE_SECONDS if self._on_busy == "raise" else None
             if earlier is not None and not earlier.wait(patience_seconds):
                 raise SaveInProgressError(
@@ -169,7 +174,7 @@ class KeptStager(StagesAtOnce):
         the background save in the same group.
         """
         background = self._background
-        # In another thread this call is one of the background save itself.
+        # In any other thread the call belongs to the background save, which cannot wait for itself.
         if background is not None and background.staging_thread is threading.current_thread():
             background.wait(None)
         self._note_thread()

@@ -123,6 +123,7 @@ class Staging:
 
     def _begin(self, regions: list[Region], memory: StagingMemory) -> None:
         """Give each region memory, and queue the copies from devices."""
+        # A GPU copies by itself only to pinned memory.
         for pinned in (True, False):
             alike = [region for region in regions if (region.device.type == "cuda") == pinned]
             lay(alike, memory, pinned=pinned)
@@ -139,6 +140,8 @@ class Staging:
 
     def finish(self) -> None:
         """Copy within host memory, and wait for the copies from devices."""
+        # `_copy_host` copies bytes of storages in host memory. Torch copies the rest: tensors that
+        # are packed, and memory of devices that have no queue of copies.
         host: list[Region] = []
         others: list[Region] = []
         for region in self._host:
@@ -183,6 +186,7 @@ def _copy_host(regions: list[Region]) -> dict[tuple[int, int], bytes]:
         for start in range(0, region.size_bytes, _COPY_BYTES):
             pieces.append((region, start, min(region.size_bytes, start + _COPY_BYTES)))
     total_bytes = sum(region.size_bytes for region in regions)
+    # None if there is nothing to copy.
     threads = min(torch.get_num_threads(), _MOST_THREADS, math.ceil(total_bytes / _COPY_BYTES))
     step_bytes = min(_CACHED_BYTES * max(1, threads), BLOCK_SIZE_BYTES)
 
@@ -235,10 +239,12 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _rebuilt(value: Any, copies: Mapping[int, Any], *, is_item: bool = True) -> Any:
-    """Rebuild the same containers with copies of the leaves.
+    """Return a value with the copies of its leaves, in new containers of the same types.
 
     Args:
-        is_item: whether DCP stores each tensor in it as a separate item. (It pickles tuples.)
+        copies: the copy of each leaf, by the id of the leaf.
+        is_item: whether DCP stores each tensor in it as a separate item. It is False inside of a
+            tuple, which DCP pickles as a whole.
     """
     kind = type(value)
     if kind in _SCALARS:
@@ -248,8 +254,8 @@ def _rebuilt(value: Any, copies: Mapping[int, Any], *, is_item: bool = True) -> 
             try:
                 check_kind(value)
             except UnsupportedError as error:
-                # DCP asks this one for its items when it plans the save. The error that it raises
-                # then reaches all ranks.
+                # DCP asks this empty tensor for its write items when it plans the save. It raises
+                # the error then, from where it reaches all ranks.
                 refused = torch.empty(0, device="cpu")
                 vars(refused)["__create_write_items__"] = partial(_refuse, error)
                 return refused
@@ -263,10 +269,15 @@ def _rebuilt(value: Any, copies: Mapping[int, Any], *, is_item: bool = True) -> 
 def _keep_sharding(
     leaves: Mapping[int, Any], copies: dict[int, Any], state: Mapping[str, Any]
 ) -> None:
-    """Give the copies the attributes that DCP asks how a tensor is sharded.
+    """Give the copies of tensors their attributes that tell DCP how they are sharded.
 
-    The attributes are copied too, so that a method of a tensor of the state becomes one of its
-    copy.
+    An attribute may be a method of a tensor of the state. It is deep-copied with `copies` as the
+    memo, which makes it a method of the copy of that tensor.
+
+    Args:
+        leaves: the leaves of the state, by id.
+        copies: the copies of leaves and their parts, by the id of the original.
+        state: the state, in which an error finds the key of a tensor.
 
     Raises:
         UnsupportedError: an attribute returns the tensor's own memory, not that of the copy.
@@ -280,7 +291,7 @@ def _keep_sharding(
         for attribute, value in torch_private.own_sharding(tensor).items():
             copied = copies[id(tensor)]
             value_of_copy = copy.deepcopy(value, copies)
-            # A function cannot be copied, and knows only the tensor that it was made for.
+            # `deepcopy` returns a function as it is, and it knows only the tensor of the state.
             if attribute == "__get_tensor_shard__" and value_of_copy is value:
                 raise UnsupportedError(
                     f"a tensor of shape {tuple(tensor.shape)} is not copied with its {attribute}",
@@ -327,13 +338,15 @@ def _deep_copies(values: list[Any]) -> list[Any]:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor | None:
     """Copy a tensor that DCP's stager would not copy rightly; return None for others."""
-    if is_lazy(tensor):
+    if is_lazy(tensor):  # it has no data yet
         return tensor
     if isinstance(tensor, torch_private.ShardedTensor):
         return torch_private.copied_to_host(tensor)
     is_plain = type(tensor) in PLAIN_TYPES
-    if is_plain and tensor.layout != torch.strided:
+    if is_plain and tensor.layout != torch.strided:  # such as a sparse tensor
         return tensor.detach().clone()
+    # A subclass that runs code in the place of operators, or a quantized or nested tensor, is
+    # copied by pickling it.
     if torch_private.is_dispatched(tensor) or (is_plain and not _is_copied_raw(tensor)):
         own: torch.Tensor = torch.load(
             io.BytesIO(pickled_blob(tensor)), weights_only=False, mmap=False
@@ -349,7 +362,7 @@ def _not_copied(state_dict: Mapping[str, Any], error: Exception) -> DcpObjstoreE
         try:
             if not isinstance(value, torch.Tensor):
                 _deep_copies([value])
-        except Exception as failed:  # noqa: BLE001 - the value to name
+        except Exception as failed:  # noqa: BLE001 - the first value that fails is named
             key, error = name, failed
             break
     return by_cause(error, "this value cannot be copied, as a save in the background does", key)
