@@ -391,6 +391,15 @@ def test_an_upload_that_was_not_begun_leaves_nothing(called):
     assert "abort_multipart_upload" not in called.uses
 
 
+@pytest.mark.parametrize("if_absent", [False, True])
+def test_the_cause_of_a_write_that_failed_is_botocores_error(if_absent, called):
+    store = open_store("s3://bucket/run", {"key": "a", "secret": "b", **BOTO3}, ONCE)
+    called.answers["put_object"] = refusal = refused("PutObject", 503)
+    with pytest.raises(StoreUnavailableError) as caught:
+        store.put("k", b"x", precondition=IfAbsent() if if_absent else None)
+    assert caught.value.__cause__ is refusal
+
+
 def test_a_callers_error_in_a_copy_stays_as_it_is_and_another_names_the_source(called):
     store = open_store("s3://bucket/run", {"key": "a", "secret": "b", **BOTO3}, ONCE)
     source = CopySource("s3://bucket/from", 0, 9, Version('"e"'))

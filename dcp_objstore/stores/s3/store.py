@@ -173,6 +173,8 @@ class S3Store(BaseStore["dict[str, str]"]):
         try:
             with self._conditional_write():
                 return self._put_whole({**place, **condition}, views, retry=retry, repeatable=False)
+        except DcpObjstoreError:  # the tries are over: it is translated, and has its cause
+            raise
         except Exception as error:
             # The caller's `_errors` would translate it without knowing of the condition.
             raise self._translate(error, conditional="IfMatch" in condition) from error
