@@ -319,6 +319,7 @@ def as_listed(entry: Entry, base: int) -> ListedCheckpoint:
         )
     # There is no marker: another library wrote the checkpoint, or the marker was removed.
     if entry.error is None and DOT_METADATA_KEY in entry.objects:
+        # The data files that stock torch writes.
         data = [meta for key, meta in entry.objects.items() if key.endswith(".distcp")]
         return ListedCheckpoint(
             url=url, name=name, state="foreign", total_bytes=_size(data), objects=len(data)

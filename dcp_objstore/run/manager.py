@@ -375,7 +375,7 @@ class CheckpointManager:
             self._end()  # last, so that no signal cuts the save short
 
     def _set_up(self) -> RunSaves:
-        """On the first call, make the means to agree on a step. A collective."""
+        """On the first call, make the ranks' group, the consensus and the saves. A collective."""
         if self._closed:
             raise ConfigError(
                 "this CheckpointManager was closed", advice="make another one", url=self._url
@@ -451,7 +451,7 @@ class CheckpointManager:
         self._trained.last_step, self._trained.is_saved = step, known
         # What the ranks have agreed to do at this step boundary: mostly nothing.
         reasons = self._consensus.reached()
-        timed = saves.next_timed in reasons
+        timed = saves.next_timed in reasons  # the timer of some rank has asked for the next save
         self._steps_unasked += self._preempted
         if self._steps_unasked == _STEPS_UNASKED:
             logger.warning(
@@ -466,7 +466,7 @@ class CheckpointManager:
             logger.warning("%s: this job must end; step %d is its last one", self._url, step)
             if self._saves_preempted:
                 saves.finish_pending_quietly()
-                known = saves.knows(step)
+                known = saves.knows(step)  # asked again: the save may just have failed
                 if not known:
                     self.save(step, state, **described)
                 self._preemption.raise_held()

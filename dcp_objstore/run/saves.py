@@ -225,7 +225,7 @@ class RunSaves:
         # Ranks whose arguments differ would wait for each other in vain.
         same = {"base": self._saving.get("base"), "max_failed_saves": self._max_failed}
         raise_on_all(refused, self._url, self._group, same=same)
-        # All ranks have begun the same saves, so it is set on all of them or on none.
+        # All ranks have begun the same saves, so `_pending` is set on all of them or on none.
         if (pending := self._pending) is not None:
             # Ranks see the end of a save at different times, so they ask each other.
             if on_busy != "wait" and any(from_all(not self.is_idle(), self._url, self._group)):
@@ -268,7 +268,11 @@ class RunSaves:
         }
 
     def _base(self) -> str | None:
-        """Return the base of the next save; for "latest" the newest step that this job knows of."""
+        """Return the URL of the checkpoint from which the next save copies what has not changed.
+
+        For "latest", it is that of the newest step that this job knows of; if there is none,
+        return "latest". None if each save uploads all.
+        """
         base: str | None = self._saving.get("base")
         if base != LATEST:
             return base
@@ -332,7 +336,7 @@ class RunSaves:
         """
         stored = read_marker(self._run.at(self._url_of(step)).open())
         claim = self._retainer.claim
-        if stored is None or claim is None:
+        if stored is None or claim is None:  # without a claim, nothing proves it
             return False
         return stored.record.claim == claim.number and bool(stored.record.put_on)
 

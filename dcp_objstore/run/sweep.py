@@ -168,6 +168,7 @@ def sweep_below(
             if is_upload_key(name) and can_be_in_url(prefix, spec.url):
                 prefixes.add(prefix)
     except (errors.InputError, errors.RetryableError) as error:
+        # The objects are swept all the same.
         uploads, uploads_unseen = None, error.message
     bases = {
         prefix: _base(spec.child(prefix))

@@ -411,6 +411,7 @@ class _Shared(Generic[T]):
         if not self._limiter.spares_retries:
             return
         with self.staffing:
+            # At most one request at a time: the second pace is only asked if the first has none.
             paces = self.store_pace, self.local_pace
             given_up = (pace.stragglers.take(self._give_up) for pace in paces)
             fetch = next(filter(None, given_up), None)
@@ -527,7 +528,8 @@ class _Worker(Generic[T]):
 
     def _begin_requests(self, under_way: deque[_Fetch[T]]) -> None:
         """Begin requests until this worker has as many under way as it may."""
-        # `popleft` raises it if no task is left: another worker may take the last one at any time.
+        # `popleft` raises it if no task is left. To look before would not do, because another
+        # worker may take the last task in between.
         with suppress(IndexError):
             while len(under_way) < self.shared.depth:
                 # In a trace, each request that one thread has under way gets its own row.
