@@ -186,7 +186,7 @@ class _Verification:
                 different.append(span)
         with self._lock:
             first_time = [span for span in different if _place(span) not in self._differed_once]
-            if first_time:
+            if first_time:  # the transfer may have been damaged, and not the checkpoint
                 self._differed_once.update(map(_place, first_time))
                 raise CheckpointCorruptError("blocks differ", key=first_time[0].tag.key)
             self._compared.update(map(_place, unchecked))

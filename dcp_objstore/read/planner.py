@@ -192,9 +192,10 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
             del self.state_dict[key]
         state_before, keys_before = self.state_dict, dict(self.state_dict)
         try:
-            # DCP also knows the key format of torch before 2.4, in which keys that look missing may
-            # exist. It then replaces `state_dict` by a new dict. It also does so, by mistake, if
-            # this rank has no shard of a ShardedTensor (FSDP1) and so does not ask for its key.
+            # DCP's own method is called only if keys are missing: they may exist in the format of
+            # torch before 2.4, which it knows. For that format it replaces `state_dict` by a new
+            # dict. It would also do so, by mistake, if this rank has no shard of a ShardedTensor
+            # (FSDP1) and so does not ask for its key.
             if self.state_dict.keys() <= saved.keys():
                 plan = create_default_local_load_plan(self.state_dict, self._saved)
             else:
@@ -241,6 +242,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
             elif not is_tensor:  # both are values, so any of them fits
                 continue
             self.state_dict[key] = placeholder
+            # The nested state dict, from which the modules are restored, must have it as well.
             torch_private.set_element(self.original_state_dict, self.mappings[key], placeholder)
 
     def _asks_by_number(self, keys: Iterable[str]) -> bool:

@@ -422,6 +422,7 @@ def _open_listed(
         if is_cut:  # the listing may lack the files by which a folder is recognized
             for name in safetensors.BY_NAME:
                 add_unlisted([name])
+        # Where a save of this library has not ended, there is no checkpoint to read.
         files = None
         if not is_unfinished(listed):
             files = safetensors.choose_files(pinned, listed, is_cut=is_cut)
