@@ -219,8 +219,8 @@ class LocalStore(BaseStore[Path]):
             advice = "choose another URL, or move the folder away"
             raise errors.InputError(what, advice=advice) from error
         finally:
-            temporary.unlink(missing_ok=True)
-        return _version(status)
+            temporary.unlink(missing_ok=True)  # after a rename it is gone
+        return _version(status)  # the object is the file that was written, under another name
 
     def _link(self, temporary: Path, path: Path) -> None:
         """Put a temporary file in its place if there is no file yet."""

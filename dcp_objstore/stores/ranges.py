@@ -142,7 +142,7 @@ class Range:
         self._asked_at = time.monotonic()
         self._asked_from = start
         self._closed = False
-        # An answer must not be cancelled once it is dropped: its connection may serve another one.
+        # A dropped answer must not be cancelled: another one may use its connection by then.
         self._drop_lock = threading.Lock()
 
     def __enter__(self) -> Self:
