@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import mmap
 import multiprocessing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,3 +83,17 @@ def test_memory_that_cannot_be_shared_serves_its_own_process(monkeypatch, tmp_pa
     slots[1][:] = b"x" * 4096
     assert bytes(slots[0]) == bytes(4096)
     assert SharedMemory(0, 0).address is None
+
+
+def test_memory_that_cannot_be_mapped_has_no_address_where_others_would_read_zeros(monkeypatch):
+    really = module.mmap.mmap
+
+    def mapped(descriptor: int, *args: Any, **settings: Any) -> mmap.mmap:
+        if descriptor != -1:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return really(descriptor, *args, **settings)
+
+    monkeypatch.setattr(module.mmap, "mmap", mapped)
+    memory = SharedMemory(2, 8)
+    memory[1][:] = b"12345678"
+    assert (memory.address, bytes(memory[1])) == (None, b"12345678")

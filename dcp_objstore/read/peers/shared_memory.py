@@ -62,8 +62,10 @@ class SharedMemory:
         boot_id = _BOOT_ID.read_text().strip()
         self._descriptor = os.memfd_create("dcp_objstore-slots", os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, self.size_bytes)
+        memory = mmap.mmap(self._descriptor, self.size_bytes, flags=_FLAGS)
         status = os.fstat(self._descriptor)
-        # `attach` uses the device and the inode to know that it has opened this memory.
+        # Only now, because others would read zeros in what this process does not use. `attach` uses
+        # the device and the inode to know that it has opened this memory.
         self.address = SharedMemoryAddress(
             boot_id,
             process_id=os.getpid(),
@@ -72,7 +74,7 @@ class SharedMemory:
             inode=status.st_ino,
             size_bytes=self.size_bytes,
         )
-        return memoryview(mmap.mmap(self._descriptor, self.size_bytes, flags=_FLAGS))
+        return memoryview(memory)
 
     def close_descriptor(self) -> None:
         """Close the descriptor. Existing mappings stay valid; new ones fail."""
