@@ -33,7 +33,7 @@ def at_most(concurrency: Concurrency, most: int = AUTO_MOST) -> int:
 def check_number(
     name: str, value: object, least: float, *, whole: bool = True, unless: str = ""
 ) -> None:
-    """Raise ConfigError unless a value is a whole number, or a number, of at least `least`.
+    """Raise ConfigError unless a value is a number of at least `least`, and whole if it must be.
 
     Args:
         name: name of the argument.
@@ -223,7 +223,7 @@ class Local:
     max_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        """Check both, and note where the program is now."""
+        """Check both fields. Make the folder absolute: the program may change its own folder."""
         try:
             folder = os.fsdecode(self.folder)
         except TypeError:

@@ -28,8 +28,9 @@ def led_to(
 
     Args:
         error: the error to begin with.
-        handled: the id of an error that is left out, with what led to it: one that the caller was
-            handling. (Its id: a block that lasts would keep the error itself.)
+        handled: the id of an error that the caller was handling: it is left out, with what led to
+            it. (It is an id, because a caller that kept the error during a long block would keep
+            the memory that the error holds.)
         more: a function that returns what else may have led to an error; only errors count.
     """
     seen = {handled}
@@ -63,12 +64,13 @@ class _Manager(Generic[T]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool | None:
+        """Leave the context; take the generator's frame out of the traceback of the error."""
         try:
             return self._inner.__exit__(kind, error, traceback)
         finally:
             if error is not None:
-                # As the error came, without the generator's frame. By the base class, because a
-                # subclass may have a `with_traceback` of its own.
+                # `traceback` is that of the error as it came, without the generator's frame. The
+                # method is the base class's, because a subclass may have one of its own.
                 BaseException.with_traceback(error, traceback)
 
 

@@ -50,7 +50,7 @@ class Spawned:
         try:
             run()
         finally:
-            del run  # nothing refers to it now: what it holds is free when `join` returns
+            del run  # the last reference to the function: what it holds is free when `join` returns
             self._ended.set()
 
     def is_alive(self) -> bool:
@@ -72,14 +72,14 @@ class _Stock:
         self._started = 0
 
     def fill(self) -> None:
-        """Start the threads, as many as the system allows."""
+        """Start the threads, as many as the system allows: it may refuse one with RuntimeError."""
         with self._lock, contextlib.suppress(RuntimeError):
             while self._started < _STOCK:
                 threading.Thread(
                     target=self._work, name="dcp_objstore-waiting", daemon=True
                 ).start()
                 self._started += 1
-                self._idle.release()
+                self._idle.release()  # one more thread is idle
 
     def take(self, task: Spawned) -> bool:
         """Run a task in one of the threads; return False if none is idle."""
@@ -138,7 +138,9 @@ def run_into(future: Future[Any], function: Callable[[], Any]) -> None:
         future.set_result(function())
     except BaseException as error:  # noqa: BLE001 - raised in the thread that waits for the future
         future.set_exception(error)
-        del future  # its error has this frame; together they would wait for the garbage collector
+        # The error has this frame. If the frame had the future, both would stay until the cyclic
+        # garbage collector runs.
+        del future
 
 
 def wait_for(function: Callable[..., T], *args: Any, **settings: Any) -> T:
@@ -205,16 +207,18 @@ def result_of(
         if wait_in_steps(ended, timeout_seconds, check=check, step_seconds=step_seconds):
             return future.result(0)
     finally:
-        del future, ended  # its error has this frame, and would wait for the garbage collector
+        # The future's error has this frame. If the frame had the future, both would stay until the
+        # cyclic garbage collector runs.
+        del future, ended
     raise FutureTimeoutError
 
 
 def has_ended(future: Future[T], timeout_seconds: float | None) -> bool:
-    """Wait for the end of a future, at most so long; return whether it came."""
+    """Wait for the end of a future, at most so long; return whether it has ended."""
     try:
         future.exception(timeout_seconds)
     except FutureTimeoutError:
-        return future.done()  # it may have ended since
+        return future.done()  # it may have ended just now
     return True
 
 
@@ -239,5 +243,6 @@ def take(
             return False
         return True
 
+    # Without a time-out it returns only when `get` has returned True.
     wait_in_steps(get, check=check, step_seconds=step_seconds)
     return taken.pop()

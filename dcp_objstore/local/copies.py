@@ -66,6 +66,7 @@ class _Copies:
     def __init__(self, local: Local, spec: StoreSpec, channel: Channel) -> None:
         self._local, self._channel = local, channel
         self._has_stopped = False
+        # A run is named by its URL, and the endpoint of the store if it has one.
         run, self._name = spec.parent()
         self._run_url = " ".join(filter(None, ((run or spec).url, spec.open().endpoint_url)))
         with self._giving_up_on_error():
@@ -92,7 +93,8 @@ class _Copies:
         self._has_stopped = True
         folder, reason = self._local.folder, str(error)
         self._channel.emit(LocalUnused, time.monotonic(), folder=folder, reason=reason)
-        # Not the text: it says how much room there is, which is never the same.
+        # A warning is given once for each folder and kind of error. The text does not tell kinds
+        # apart: it may say how much room there is, which is never the same.
         kind = folder, getattr(error, "errno", None)
         if kind not in _warned_of:
             _warned_of.add(kind)
@@ -111,33 +113,35 @@ class SaveCopies(_Copies):
         self._removed_if_save_fails: list[Path] = []
         self._spares: list[File] = []  # what may be written over
         series = _STEP.sub(lambda step: _without_numbers(step[0]), spec.url)
-        # The list in `_saved`, which `end` changes.
+        # The very list that `_saved` holds: `end` changes it for the next save of the series.
         self._folders_saved_before = _saved.here.setdefault((series, spec.open().endpoint_url), [])
         super().__init__(local, spec, channel)
 
     def _begin(self) -> None:
+        """Make the folders, find the files to write over, and remove runs that are not used."""
         on_node.home_of(self._local.folder, make=True)
         with locked(self._home, LOCK_POLICY):
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._run / on_node.URL).write_text(self._run_url, encoding="utf-8")
             on_node.note_use(self._run, saves=True)
             self._spares = self._find_spares()
-        while on_node.remove_unused(self._home, self._run):
+        while on_node.remove_unused(self._home, self._run):  # it removes one run
             pass
 
     def _find_spares(self) -> list[File]:
         """Return the files to write over: what is left over, and all copies but the newest state's.
 
-        A state is the copies of one step. Those in the folder of this checkpoint are of earlier
-        saves, which this one replaces or repeats: each such save is a state.
+        A state is the copies of one step. But the copies in the folder of this checkpoint were
+        written by earlier saves of the same step: there, the copies of each save are a state.
         """
         spares: list[File] = []
-        # By the folder of a step, or by the end of the keys of an earlier save.
+        # By the folder of a step, or by the end of the keys of an earlier save of this one.
         states: dict[object, list[File]] = {}
         for folder in {*on_node.folders_in(self._run), *self._folders_saved_before}:
             files = on_node.files_in(folder)
             copies = [file for file in files if not file.is_temporary]
             spares += (file for file in files if file.is_temporary and not file.is_being_written)
+            # The folder of another step of the same series, such as `step-5` beside `step-6`.
             if _without_numbers(folder.name) == _without_numbers(self._folder.name):
                 states[folder] = copies
         own_copies = states.pop(self._folder)
@@ -188,10 +192,11 @@ class SaveCopies(_Copies):
             while self._spares and flags & os.O_CREAT:  # until a spare file has the name
                 best = min(self._spares, key=lambda file: abs(file.status.st_size - size_bytes))
                 self._spares.remove(best)
-                with contextlib.suppress(OSError):  # another rank has taken it
+                # Another rank may have taken the file; or its folder is not empty, and so stays.
+                with contextlib.suppress(OSError):
                     best.path.rename(path)
                     flags = os.O_RDWR
-                    best.path.parent.rmdir()  # if it is empty
+                    best.path.parent.rmdir()
             file = open_here(path, flags, 0o600)
             try_lock(file)
         return file, path
@@ -258,8 +263,10 @@ class _CopyBeingWritten:
                 self._close()  # reached only if `act` failed: its error was reported
 
     def _write(self, unwritten: memoryview) -> None:
+        """Write a buffer at the end of what was written so far."""
         end = self._size_bytes + len(unwritten)
-        if end > os.fstat(self.file).st_size:  # frames, and values whose size nobody knew
+        # The room was reserved without framing, and without values whose size was not known.
+        if end > os.fstat(self.file).st_size:
             self._save.reserve(self.file, end)
         while unwritten:
             count = os.pwrite(self.file, unwritten, self._size_bytes)
@@ -308,12 +315,13 @@ class LoadCopies(_Copies):
         self._files: dict[str, File] = {}
         self._keys = object_keys
         self.node = b""
-        super().__init__(local, spec, channel)
+        super().__init__(local, spec, channel)  # it calls `_begin`, which finds the files
         self.numbers = frozenset(
             number for number, key in enumerate(object_keys) if key in self._files
         )
 
     def _begin(self) -> None:
+        """Find the copies; if there are any, identify the node and note that the run is used."""
         files = {file.path.name: file for file in on_node.files_in(self._folder)}
         if files := {key: files[key] for key in self._keys if key in files}:
             home, boot = self._home.stat(), on_node.pid_namespace().split()[0]
@@ -332,9 +340,11 @@ class LoadCopies(_Copies):
         Called once the load has succeeded. Copies that were damaged are removed: those of which a
         range was asked for again.
         """
-        if not self._channel.slow_ranges:  # a range that took long was asked for again, too
+        # If a range was asked for again because it took long, its copy need not be damaged.
+        if not self._channel.slow_ranges:
             on_node.remove(self._files[key].path for key in self._store.asked_again)
-        # A save keeps the newest files. Those that this process has saved are newer than this load.
+        # A save keeps the newest files, so these become the newest. But if this process has saved
+        # here, the copies of its save are those to keep.
         if not on_node.runs_here.here.get(self._run):
             with contextlib.suppress(OSError):
                 for file in self._files.values():
@@ -363,14 +373,18 @@ class LocalFirst(WrappedStore):
         super().__init__(inner)
         self._files, self._report = files, report
         self._lock = threading.Lock()
-        # By key and end of each range that was opened: from where on the store has given it. That
-        # is the end itself while the copy has given all.
+        # For each range that was opened, by its key and end: the position from which on the store
+        # gives it. As long as the copy gives all of it, that is its end.
         self._fetched_from: dict[tuple[str, int], int] = {}
         self.local_bytes = 0
         self.asked_again: set[str] = set()
 
     def open_range(self, key: str, start: int, end: int) -> RangeBody:
-        """Open bytes `[start, end)`. Ranges with the same end are the same, or what is left."""
+        """Open bytes `[start, end)`: the first time those of the copy, if there is one.
+
+        A reader that asks again, for the range or for the rest of it, asks with the same end, and
+        is given what the store has.
+        """
         with self._lock:
             file, fetched_from = self._files.get(key), self._fetched_from.get((key, end))
             if file is not None and fetched_from is None:
@@ -380,6 +394,7 @@ class LocalFirst(WrappedStore):
             if fetched_from is not None:  # from `start` on, the copy was damaged or unreadable
                 self._fetched_from[key, end] = min(start, fetched_from)
                 self.local_bytes -= max(0, fetched_from - start)
+                # A copy that `_errors` has taken out, because it cannot be read, does not count.
                 self.asked_again |= {key} & self._files.keys()
         return self.inner.open_range(key, start, end)
 

@@ -72,8 +72,12 @@ class File(NamedTuple):
 
     @property
     def is_being_written(self) -> bool:
-        """Whether a save writes to a temporary one. Hold the lock of the user's folder."""
-        with contextlib.suppress(FileNotFoundError):
+        """Whether a save writes to this temporary file, and so has its lock.
+
+        The caller holds the lock of the user's folder, because a file that was just made there is
+        locked a moment later.
+        """
+        with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
             file = open_here(self.path, os.O_RDWR)
             try:
                 return not try_lock(file)
@@ -148,7 +152,8 @@ def is_used(run: Path, *, unknown: bool) -> bool:
     for path in run.glob(f"{USED}*"):  # such as "=used <boot> <namespace> <pid>"
         marked_namespace, _, pid = path.name.rpartition(" ")
         can_be_seen = marked_namespace == USED + pid_namespace()
-        if Path("/proc", pid).exists() if can_be_seen else unknown:
+        is_alive = Path("/proc", pid).exists() if can_be_seen else unknown
+        if is_alive:
             return True
     return False
 
@@ -165,13 +170,14 @@ def pid_namespace() -> str:
 
 
 def remove_unused(home: Path, keep: Path, *, needed: bool = False) -> bool:
-    """Remove the run that was used longest ago, if nobody uses it; return whether there was one.
+    """Remove one run that may go, the one that was used longest ago; return whether there was one.
 
     Args:
         home: the user's folder.
         keep: the folder of a run that stays.
-        needed: whether its room is needed. Then a run goes whose processes have ended, or that this
-            process has left for another one. Otherwise only one that was not used for a day.
+        needed: whether its room is needed. Then a run may go if its processes have ended, or if
+            this process has used it and now saves to another one. Otherwise only a run may go that
+            was not used for a day.
     """
     for run in sorted(folders_in(home), key=used_at):
         is_old = time.time() - used_at(run) > ABANDONED_AFTER_SECONDS
@@ -205,7 +211,8 @@ def room_bytes(home: Path, max_bytes: int | None) -> int:
     """
     system = os.statvfs(home.parent)
     taken_bytes, full_bytes = sizes_of(home)
-    # Files that are being written have their size before their blocks.
+    # A file that is being written has its full size from the beginning, and takes blocks as it is
+    # written. These bytes are still to come.
     coming_bytes = full_bytes - taken_bytes
     free_bytes = system.f_bavail * system.f_frsize - coming_bytes
     if max_bytes is None:
@@ -213,12 +220,13 @@ def room_bytes(home: Path, max_bytes: int | None) -> int:
     else:
         room = min(free_bytes, max_bytes - full_bytes)
     if _file_system_of(home.parent.stat().st_dev) in _IN_MEMORY:
+        # The copies are in memory, which they take from the job.
         room = min([room, *(free - coming_bytes for free in free_memory_bytes())])
     return room
 
 
 def sizes_of(folder: Path) -> tuple[int, int]:
-    """Return the bytes that the files below a folder take now, and those when they are full."""
+    """Return the bytes that the files below a folder take now, and those once all is written."""
     taken_bytes = full_bytes = 0
     for directory, _, names in os.walk(folder):
         for name in names:
@@ -268,8 +276,9 @@ def free_memory_bytes() -> list[int]:
 def _cgroups() -> Iterator[Path]:
     """Yield the folders where the memory cgroups of this process may be, from its own one up.
 
-    The limit of each counts. In a container, only the host may know the name of the group. Then the
-    root of what is mounted is the container's group, and the folders of the others do not exist.
+    The limit of each of them counts. In a container, the name of the group may be one that only the
+    host knows. Then the root of what is mounted is the container's group, which is yielded as well,
+    and the other folders do not exist.
     """
     with contextlib.suppress(OSError):
         for line in _OWN_CGROUPS.read_text(encoding="utf-8").splitlines():
