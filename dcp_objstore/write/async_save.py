@@ -577,7 +577,7 @@ def _wait_for_all() -> None:
 def _show_unseen_errors() -> None:
     """Print, at exit, the error of each failed save whose result nobody asked for.
 
-    The interpreter runs this after the saves have ended.
+    Python calls it after all saves have ended (see `_wait_for_all`).
     """
     unseen = "the background save failed, and the program ended without asking for its result"
     for handle in _saves.here.unsettled:

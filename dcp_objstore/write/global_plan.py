@@ -139,7 +139,7 @@ def plan_globally(plans: Sequence[LocalPlan]) -> GlobalPlan:
     _check_boxes(state, rows)
     chunk_counts = np.bincount(rows.tensor)
     is_tensor = table.ndim >= 0
-    # For each item its row in the index; -1 if its rank does not write it.
+    # For each item of each rank its row in the index; -1 if another rank writes the chunk.
     row_of_item = np.full(len(table.tensor), -1)
     # The items in the order of the index's rows: pickled values come after the tensors.
     order = rows.item[np.argsort(~is_tensor[rows.item], kind="stable")]

@@ -168,7 +168,7 @@ def planned_index(metadata: Metadata) -> PlannedIndex:
         blobs=tuple(blobs),
         chunk_offsets=np.fromiter(flat(map(_OFFSETS, chunks)), np.uint64),
         chunk_sizes=np.fromiter(flat(map(_SIZES, chunks)), np.uint64),
-        rows=(),
+        rows=(),  # only that planner knows which rank has which row
         flatten_mapping=_flatten_mapping(metadata.planner_data),
     )
 

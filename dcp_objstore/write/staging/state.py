@@ -90,8 +90,9 @@ class Staging:
 
     def __init__(self, state_dict: Mapping[str, Any], memory: StagingMemory) -> None:
         """Lay out the copy, copy what is not a tensor, and start the copies from devices."""
-        # All of these are by id. A leaf is a value in a container. A wrapper, such as a DTensor, is
-        # made of units, which are copied one by one; any other leaf is its only unit.
+        # All of these dicts are by the id of the value. A leaf is a value in a container. A leaf
+        # that is a wrapper, such as a DTensor, is made of units, which are copied one by one. Any
+        # other leaf is its only unit.
         leaves = {id(leaf): leaf for value in state_dict.values() for leaf in _leaves(value)}
         # The lists keep the parts of wrappers alive, and so their ids.
         made_of = {key: parts(leaf) for key, leaf in leaves.items() if type(leaf) not in _SCALARS}
@@ -110,7 +111,7 @@ class Staging:
         for key, tensor in tensors.items():
             copies[key] = copy_of(tensor, *places[key]) if key in places else _no_region(tensor)
         for key, of_leaf in made_of.items():
-            if key not in units:  # a wrapper
+            if key not in units:  # a wrapper, whose copy is made of the copies of its units
                 copied_units = iter([copies[id(unit)] for unit in of_leaf])
                 copies[key] = rebuilt(leaves[key], copied_units)
         _keep_sharding(leaves, copies, state_dict)
