@@ -141,7 +141,7 @@ class SaveCopies(_Copies):
             files = on_node.files_in(folder)
             copies = [file for file in files if not file.is_temporary]
             spares += (file for file in files if file.is_temporary and not file.is_being_written)
-            # The folder of another step of the same series, such as `step-5` beside `step-6`.
+            # Steps of one series have the same name but for numbers, such as `step-5` and `step-6`.
             if _without_numbers(folder.name) == _without_numbers(self._folder.name):
                 states[folder] = copies
         own_copies = states.pop(self._folder)

@@ -69,8 +69,8 @@ class _BackgroundSave:
         """Return whether the save has ended, so that another one may begin."""
         thread = self.thread
         if thread is None:
-            # It is not known which thread runs the save: some thread of an executor that was begun
-            # since the staging, because DCP makes an executor for each save.
+            # It is not known which thread runs the save. DCP makes an executor for each save, so
+            # any executor's thread that was begun since the staging may be it.
             newer = (one for one in threading.enumerate() if one not in self._earlier_threads)
             return self._dropped.is_set() or not any("Executor" in one.name for one in newer)
         # If the thread of the save asks, it begins another save, so this one has ended.
