@@ -75,14 +75,15 @@ def _print(finding: Finding, earlier: list[Finding]) -> None:
     Several checks in turn that could not be made for one reason are one row; the summary names all.
     """
     if finding.status == "not made" and earlier:
-        reasons = {(one.text, one.advice) for one in (earlier[-1], finding)}
-        if len(reasons) == 1:
+        last = earlier[-1]
+        if (last.text, last.advice) == (finding.text, finding.advice):
             return
     word, colour = _SHOWN[finding.status]
     indent = " " * (_NAME_WIDTH + _STATUS_WIDTH)
     width = max(columns() - len(indent), _LEAST_TEXT_WIDTH)
     first, *rest = wrapped(finding.text, width)
     padding = " " * (_STATUS_WIDTH - len(word))
+    # `say` makes what a store has answered harmless to terminals; the colour in `lead` stays.
     lead = f"{finding.check.ljust(_NAME_WIDTH)}{coloured(word, colour)}"
     say(f"{padding}{first}", lead=lead)
     for line in rest:

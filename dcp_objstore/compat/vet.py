@@ -228,14 +228,14 @@ class _DryUnpickler(pickle.Unpickler):
         has_form = _SAFE_ARGUMENTS.get(name)
         if has_form is not None and not has_form(args):
             raise HostilePickleError(
-                f"it calls {name[:200]} with other arguments than what it has saved"
+                f"it calls {name[:200]} with arguments that torch.save does not write"
             )
         if name in _SIZED and args:
             raise HostilePickleError(f"it calls {name}, which takes a size")
         # _rebuild_qtensor(storage, storage_offset, size, ...) allocates before it looks whether the
         # storage is large enough. A byte has up to four elements (quint2x4).
         if name == _QUANTIZED:
-            sizes = [size for size in args[2] if type(size) is int]
+            sizes = [size for size in args[2] if type(size) is int]  # torch refuses all others
             if math.prod(sizes) > 4 * self.stored_bytes:
                 raise HostilePickleError("a quantized tensor is larger than what is stored")
         # _rebuild_from_type_v2(function, type, arguments, state) calls the function.

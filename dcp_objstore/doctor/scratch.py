@@ -70,11 +70,11 @@ class Scratch:
         self.spec = spec.child(f"{name}-{new_nonce()}")
         self._folder = Path(self.spec.parsed.prefix) if spec.parsed.scheme == "file" else None
         above = () if self._folder is None else self._folder.parents
-        # The folders that a write will make. `parents` has the innermost first.
+        # The folders that a write will make, which `remove` removes, too: the innermost first.
         self._new_folders = [folder for folder in above if not os.path.lexists(folder)]
         self.store: ObjectStore = self.spec.open()
         self.keys: set[str] = set()
-        self._outer_spec = spec
+        self._outer_spec = spec  # unfinished uploads are listed for all of it
 
     @contextmanager
     def writing(self, name: str) -> Iterator[str]:

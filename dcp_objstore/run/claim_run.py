@@ -66,7 +66,8 @@ def claim_run(
         return RunClaim(spec.url, rule.claim_run(run, spec.open_child))
 
     checked, _ = capture(lambda: StoreSpec(url, storage_options, config))
-    # `make` raises the error of a wrong URL. Other errors do not name it: it may have a password.
+    # Of a wrong URL, `make` raises the error on all ranks. Errors of the meeting, where each rank
+    # has to make this call, do not show a wrong URL, which may hold a password.
     checked_url = None if checked is None else checked.url
     with meeting(checked_url, process_group or world_group(), every_rank("dcp_objstore.claim_run")):
         return on_first(make, checked_url, sync_group(process_group, config))

@@ -122,7 +122,10 @@ class _Stepped(defaultdict[Any, Any]):
 
 @contextmanager
 def _not_stepping(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keep torch from making a state, by a step, for an optimizer that has none."""
+    """Keep torch from making a state, by a step, for an optimizer that has none.
+
+    Its functions for state dicts do so, for a save and for a load, if `optimizer.state` is false.
+    """
     before = optimizer.state
     stepped = optimizer.state = _Stepped(dict, before)
     try:

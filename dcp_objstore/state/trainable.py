@@ -42,7 +42,7 @@ class Trainable:
         )
 
     def part_of(self, entries: Mapping[str, T]) -> dict[str, T]:
-        """Return those entries that belong to the part, of a dict by the module's names."""
+        """Return the entries of the part, of a dict whose keys are the names in the module."""
         trains = {
             name: parameter.requires_grad
             for name, parameter in torch_private.all_parameters(self.module)
@@ -52,7 +52,9 @@ class Trainable:
             # The parameter that an entry belongs to; None for a buffer. It is looked for among the
             # prefixes, because a quantized parameter has further entries below its name.
             owner = next((prefix for prefix in prefixes(name) if prefix in trains), None)
-            return name in self.frozen or (self.buffers if owner is None else trains[owner])
+            if name in self.frozen:  # a frozen one that the user wants all the same
+                return True
+            return self.buffers if owner is None else trains[owner]
 
         return {name: entry for name, entry in entries.items() if belongs(name)}
 

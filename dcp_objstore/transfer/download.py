@@ -467,11 +467,13 @@ class _Worker(Generic[T]):
             handed_over: requests of another worker to go on with first.
         """
         shared = self.shared
-        under_way = deque(handed_over)
+        under_way: deque[_Fetch[T]] = deque()
         try:
-            with suppress(StragglerError):  # another worker goes on with what this one waited for
-                for fetch in under_way:  # the body that it has is still the other worker's
+            with suppress(StragglerError):  # another worker goes on with all that this one had
+                for fetch in handed_over:
+                    # The body that it has is still the other worker's, and is not closed here.
                     fetch.body = shared.open(fetch.request, fetch.unread[0].start)
+                    under_way.append(fetch)
                 self._read_all(under_way)
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             for fetch in under_way:
@@ -621,7 +623,12 @@ class _Worker(Generic[T]):
         shared.progress.alive()
 
     def _receive(self, fetch: _Fetch[T], piece: RangeRequest[T], memory: memoryview) -> None:
-        """Read a piece into memory; raise `StragglerError` if the wait for it was given up."""
+        """Read the next piece of a request into memory; raise its errors as `explain` puts them.
+
+        Raises:
+            StragglerError: the wait was given up. `explain` does not see it: it is no error of the
+                store.
+        """
         try:
             stragglers = self.shared.pace(fetch.request).stragglers
             with stragglers.waiting(fetch, len(memory), since=fetch.read_at):

@@ -236,7 +236,7 @@ class Window(msgspec.Struct, frozen=True):
     def after_throttling(
         self, now: float, begun_at: float, in_flight: int, done_per_second: float
     ) -> Window:
-        """Return the window after the store throttled a request (429 or 503), or was slow.
+        """Return the window after the store throttled a request (429 or 503).
 
         Args:
             now: the time.

@@ -89,7 +89,10 @@ class Staging:
     """
 
     def __init__(self, state_dict: Mapping[str, Any], memory: StagingMemory) -> None:
-        """Lay out the copy, copy what is not a tensor, and start the copies from devices."""
+        """Lay out the copy, copy what is not a tensor, and start the copies from devices.
+
+        `finish` copies what is in host memory, and waits for the devices.
+        """
         # All of these dicts are by the id of the value. A leaf is a value in a container. A leaf
         # that is a wrapper, such as a DTensor, is made of units, which are copied one by one. Any
         # other leaf is its only unit.
