@@ -417,6 +417,7 @@ class _Player:
     name: str
     actor: Actor = field(init=False)
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    waits: bool = False
     ended: bool = False
     answer: Any = None
 
@@ -516,8 +517,11 @@ class Stage:
         following = self._draw(player)
         if following is not player:
             assert following
+            assert not player.waits, "two requests of one actor at the same time"
+            player.waits = True
             following.turn.release()
             player.turn.acquire()
+            player.waits = False
 
     def _draw(self, player: _Player) -> _Player | None:
         """Who goes on after this one, when time may have passed; None: all have ended."""

@@ -27,7 +27,11 @@ def reverse(numbers: Sequence[int]) -> Sequence[int]:
 
 @contextmanager
 def one_after_the_other(order: Order) -> Iterator[None]:
-    """Calls made by `concurrently` run in this order, in the thread that makes them."""
+    """Calls of `concurrently` run in this order, in the thread that makes them.
+
+    Those of `in_waves` run as given, in one thread: two that wait for the turn of one actor might
+    both wait for ever.
+    """
 
     def in_order(*calls: Call) -> list[Any]:
         futures: list[Future[Any]] = [Future() for _ in calls]
@@ -35,5 +39,8 @@ def one_after_the_other(order: Order) -> Iterator[None]:
             workers.run_into(futures[number], calls[number])
         return [future.result() for future in futures]
 
-    with mock.patch.object(workers, "concurrently", in_order):
+    with (
+        mock.patch.object(workers, "concurrently", in_order),
+        mock.patch.object(workers, "MOST_IN_FLIGHT", 1),
+    ):
         yield
