@@ -340,7 +340,7 @@ def _is_mappable(path: Path, trust_pickle: bool) -> bool:
 
 # What torch raises for a damaged file. Its unpickler for `weights_only=True`, where no other code
 # runs, raises errors of any type.
-_DAMAGED = (UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, ArchiveError, OSError)
+_DAMAGED = (UnpicklingError, RuntimeError, EOFError, ValueError, ArchiveError, OSError)
 
 
 def _loaded(path: Path, trust_pickle: bool) -> dict[str, Any]:
