@@ -338,32 +338,29 @@ def _plan(
             url=checkpoint.url,
         )
     shard_files: list[PlannedFile] = []
-    after_shards: list[PlannedFile] = []
-    if adapter:
-        after_shards = [safetensors_file(WEIGHTS_FILE, list(tensors), tensors, names)]
+    deciding: PlannedFile | None = None
+    if adapter or (name is not None and not is_torch):
+        deciding = safetensors_file(name or WEIGHTS_FILE, list(tensors), tensors, names)
     elif name is None:
         shard_files, deciding = shards(tensors, names, most_bytes, stem, count_ranks(group))
-        after_shards = [deciding]
-    elif is_torch and is_first(group):  # the other ranks have no values to make this file of
+    elif is_first(group):  # the other ranks have no values to make this file of
         nest = partial(_renamed_values, names) if rename else checkpoint.nested
         if name.endswith(".ckpt") and META_KEY in source.values and not rename:
             nest = partial(nest_for_lightning, checkpoint.nested, trust_pickle=trust_pickle)
-        after_shards = [torch_file(name, tensors, lambda filled: nest({**filled, **source.values}))]
-    elif not is_torch:  # one file of safetensors
-        after_shards = [safetensors_file(name, list(tensors), tensors, names)]
+        deciding = torch_file(name, tensors, lambda filled: nest({**filled, **source.values}))
+    # The first rank writes all files but shards. Another one has planned `deciding` only to refuse
+    # what the first rank refuses, too.
+    after_shards: list[PlannedFile] = []
     if is_first(group):
-        small_files = copied()
-        copied_names = {file.name for file in small_files}
+        assert deciding is not None
+        after_shards = copied()
         if name is None:
             from_checkpoint = trainer_files(checkpoint)
             if adapter:
                 from_checkpoint += [PlannedFile.of(CONFIG_FILE, adapter.config.encode())]
-            small_files += [file for file in from_checkpoint if file.name not in copied_names]
-        after_shards = small_files + after_shards
-    else:
-        # The first rank writes these files. This one has planned them only to refuse what that one
-        # refuses, too.
-        after_shards = []
+            copied_names = {file.name for file in after_shards}
+            after_shards += [file for file in from_checkpoint if file.name not in copied_names]
+        after_shards.append(deciding)
     dtypes = [str(info.dtype) for info in tensors.values()]
     return ExportPlan(
         source=source,

@@ -191,25 +191,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         for key in _tied_keys(self.state_dict, saved):  # another key fills their memory
             del self.state_dict[key]
         state_before, keys_before = self.state_dict, dict(self.state_dict)
-        try:
-            # DCP's own method is called only if keys are missing: they may exist in the format of
-            # torch before 2.4, which it knows. For that format it replaces `state_dict` by a new
-            # dict. It would also do so, by mistake, if this rank has no shard of a ShardedTensor
-            # (FSDP1) and so does not ask for its key.
-            if self.state_dict.keys() <= saved.keys():
-                plan = create_default_local_load_plan(self.state_dict, self._saved)
-            else:
-                plan = super().create_local_plan()
-        except Exception:
-            missing = _missing_lines(self.state_dict, self._saved)
-            if missing:  # they are the cause of DCP's error, and this error lists them
-                by_number = self._asks_by_number(missing)
-                advice = _NUMBER_HINT if by_number else _rename_advice(keys_before, saved)
-                text = "the checkpoint does not have what the state asks for"
-                error = mismatch(text, missing, len(self.state_dict.keys() - saved.keys()))
-                error.advice = advice or "strict=False leaves such values as they are"
-                raise error from None
-            raise
+        plan = self._torch_plan()
         # If DCP has replaced the state, the keys of the new one are those that it asks for.
         keys = keys_before if self.state_dict is state_before else self.state_dict
         self.missing = tuple(key for key in keys if key not in saved)
@@ -221,6 +203,33 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
             and not key.startswith(settings_prefixes)
         )
         return plan
+
+    def _torch_plan(self) -> LoadPlan:
+        """Return DCP's plan for `state_dict`, which DCP replaces if it has an old torch's format.
+
+        Raises:
+            StateMismatchError: the state has keys that were not saved, and the load is strict.
+        """
+        saved, keys_before = self._saved.state_dict_metadata, dict(self.state_dict)
+        # DCP's own method is called only if keys are missing: they may exist in the format of torch
+        # before 2.4, which it knows. For that format it replaces `state_dict` by a new dict. It
+        # would also do so, by mistake, if this rank has no shard of a ShardedTensor (FSDP1) and so
+        # does not ask for its key.
+        if self.state_dict.keys() <= saved.keys():
+            return create_default_local_load_plan(self.state_dict, self._saved)
+        try:
+            return super().create_local_plan()
+        except Exception:
+            missing = _missing_lines(self.state_dict, self._saved)
+            if not missing:
+                raise
+            # They are the cause of DCP's error, and this error lists them.
+            by_number = self._asks_by_number(missing)
+            advice = _NUMBER_HINT if by_number else _rename_advice(keys_before, saved)
+            text = "the checkpoint does not have what the state asks for"
+            error = mismatch(text, missing, len(self.state_dict.keys() - saved.keys()))
+            error.advice = advice or "strict=False leaves such values as they are"
+            raise error from None
 
     def _take_extra_states(self, metadata: Metadata) -> None:
         """Ask for the extra states of modules as they were saved: `set_extra_state` takes any.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -97,7 +97,6 @@ def run_load(
     if planned.checkpoint.versions is not None:
         store = PinnedStore(store, planned.checkpoint.versions)
     local_first = None if copies is None else copies.before(store)
-    shared_bytes = 0 if exchange is None else exchange.memory_bytes
     completed = CompletionQueue(config.memory_budget_bytes)
     if on_dtype == "error":
         _refuse_other_dtypes(planned, destinations)
@@ -106,19 +105,16 @@ def run_load(
             read.is_trusted, read.takes = trust_pickle, takes
     late_copies = _bind(planned, destinations, completed)
     devices = {tensor.device for tensor in destinations if isinstance(tensor, torch.Tensor)}
-    # `alone` is what this rank fetches for itself alone. The requests whose bytes it also hands to
-    # other ranks come before these.
-    alone = planned.spans if exchange is None else exchange.alone()
-    requests = [
-        *(() if exchange is None else exchange.requests),
-        *plan_requests(alone, request_size_bytes=_request_size(store, alone, devices, config)),
-    ]
-    total_bytes = sum(request.end - request.start for request in requests)
-    budget_bytes = config.memory_budget_bytes - shared_bytes
+    requests = _plan_requests(store, planned, devices, config, exchange)
+    shared_bytes = 0 if exchange is None else exchange.memory_bytes
     inbound, budget_bytes = _open_inbound(
-        planned.reads, devices, requests, config=config, budget_bytes=budget_bytes
+        planned.reads,
+        devices,
+        requests,
+        config=config,
+        budget_bytes=config.memory_budget_bytes - shared_bytes,
     )
-
+    total_bytes = sum(request.end - request.start for request in requests)
     objects = len({request.object_number for request in requests})
     channel.emit(
         Planned,
@@ -131,27 +127,16 @@ def run_load(
     )
     with nullcontext() if inbound is None else inbound:
         progress = Progress(config.stall_timeout_seconds, channel)
-        intake = _Intake(exchange, inbound, completed, progress, trust_pickle)
-        arriving = fetch_ranges(
+        _fetch(
             local_first or store,
             planned.checkpoint.object_keys,
             requests,
-            intake.take_in,
+            _Intake(exchange, inbound, completed, progress, trust_pickle),
             config=config,
-            progress=progress,
             local=() if copies is None else copies.numbers,
             budget_bytes=budget_bytes,
-            admit=None if exchange is None and inbound is None else intake.admit,
-            # The ring of a device does not say whether it has room, so `admit` may wait for it.
-            may_begin=exchange.may_begin if exchange is not None and inbound is None else None,
-            in_place=memory_for,
             explain=partial(explained, planned.checkpoint, store),
         )
-        with closing(arriving):
-            # No request belongs to items without bytes and to rounds in which only others fetch.
-            intake.go_on()
-            for _ in arriving:
-                intake.go_on()
     for read in planned.reads:
         if isinstance(read, TensorRead):
             read.finish()
@@ -216,9 +201,58 @@ class _Intake:
         self.progress.alive()  # workers may have waited for this call, which is not a stall
 
 
+def _fetch(
+    store: ObjectStore,
+    object_keys: Sequence[str],
+    requests: Sequence[RangeRequest[Block]],
+    intake: _Intake,
+    *,
+    config: TransferConfig,
+    local: Collection[int],
+    budget_bytes: int,
+    explain: Callable[[RangeRequest[Block], DcpObjstoreError], DcpObjstoreError],
+) -> None:
+    """Send the requests, and bring what arrives to its destinations and to other ranks."""
+    exchange, inbound = intake.exchange, intake.inbound
+    arriving = fetch_ranges(
+        store,
+        object_keys,
+        requests,
+        intake.take_in,
+        config=config,
+        progress=intake.progress,
+        local=local,
+        budget_bytes=budget_bytes,
+        admit=None if exchange is None and inbound is None else intake.admit,
+        # The ring of a device does not say whether it has room, so `admit` may wait for it.
+        may_begin=exchange.may_begin if exchange is not None and inbound is None else None,
+        in_place=memory_for,
+        explain=explain,
+    )
+    with closing(arriving):
+        # No request belongs to items without bytes and to rounds in which only others fetch.
+        intake.go_on()
+        for _ in arriving:
+            intake.go_on()
+
+
 def report_loaded(channel: Channel, report: LoadReport) -> None:
     """Emit the event that ends a load."""
     channel.emit(Loaded, channel.began_at, seconds=report.seconds, report=report)
+
+
+def _plan_requests(
+    store: ObjectStore,
+    planned: PlannedLoad,
+    devices: Iterable[torch.device],
+    config: TransferConfig,
+    exchange: Exchange | None,
+) -> Sequence[RangeRequest[Block]]:
+    """Return this rank's requests: first those whose bytes it also hands to other ranks."""
+    alone = planned.spans if exchange is None else exchange.alone()
+    request_size_bytes = _request_size(store, alone, devices, config)
+    requests = plan_requests(alone, request_size_bytes=request_size_bytes)
+    return requests if exchange is None else [*exchange.requests, *requests]
 
 
 def _request_size(

@@ -90,6 +90,10 @@ class NamedOptimizer:
             for name in parameter.names
             if name in names
         }
+        self._name_state(names)
+
+    def _name_state(self, names: Collection[str]) -> None:
+        """Set `state_dict`, with the state of the parameters of these names."""
         # In `state_dict`, a parameter goes by its first name.
         first_names = {number: parameter.names[0] for number, parameter in self._parameters.items()}
         groups = [
@@ -221,7 +225,27 @@ class NamedOptimizer:
             return
         loaded = self._asked.loaded(values)
         groups = self._loaded_groups(loaded.pop("groups", {}), loaded.pop("param_groups", []))
-        before, by_name, by_number = self._packed["state"], loaded.pop("state", {}), {}
+        state = self._loaded_state(loaded.pop("state", {}))
+        packed = {
+            **self._packed,
+            **{key: alike(self._packed.get(key), item) for key, item in loaded.items()},
+            "state": state,
+            "param_groups": groups,
+        }
+        self._optimizer.load_state_dict(packed)
+        # A ZeroRedundancyOptimizer has groups itself, with the parameters of all ranks. They get
+        # the settings, but keep their members.
+        if self._outer is not self._optimizer:
+            for outer, group in zip(self._outer.param_groups, groups, strict=True):
+                outer.update({key: group[key] for key in group if key not in _MEMBERS})
+
+    def _loaded_state(self, by_name: dict[str, Any]) -> dict[Any, Any]:
+        """Return the state of the parameters by number, and saved counters by name.
+
+        Args:
+            by_name: the loaded state of parameters, by their first names, and counters.
+        """
+        before, by_number = self._packed["state"], {}
         for number, (_, names, _) in self._parameters.items():
             if names[0] in by_name:
                 # In containers of the same types as the state before the load.
@@ -232,18 +256,7 @@ class NamedOptimizer:
                 by_number[number] = before[number]
         if not self._strict:  # what belongs to no parameter, such as a counter, stays, too
             by_number |= {key: item for key, item in before.items() if key not in self._parameters}
-        packed = {
-            **self._packed,
-            **{key: alike(self._packed.get(key), item) for key, item in loaded.items()},
-            "state": by_number | by_name,  # saved counters are left in `by_name`
-            "param_groups": groups,
-        }
-        self._optimizer.load_state_dict(packed)
-        # A ZeroRedundancyOptimizer has groups itself, with the parameters of all ranks. They get
-        # the settings, but keep their members.
-        if self._outer is not self._optimizer:
-            for outer, group in zip(self._outer.param_groups, groups, strict=True):
-                outer.update({key: group[key] for key in group if key not in _MEMBERS})
+        return by_number | by_name
 
     def _loaded_groups(self, of_ranks: Mapping[str, Any], settings: Any) -> list[dict[str, Any]]:
         """Return the optimizer's groups with the settings that were saved for their parameters.

@@ -328,7 +328,7 @@ def find_unchanged(
     digests_of: Callable[[ByteArray], bytes],
     whole_only: bool,
 ) -> Unchanged:
-    """Compare a rank's items with those of the base. Sends no request.
+    """Compare a rank's items with those of the base, and plan what to copy. Sends no request.
 
     Extra memory: that of as many tensors as there are threads that hash, if they are not contiguous
     or are made by the planner.
@@ -340,6 +340,41 @@ def find_unchanged(
         whole_only: whether the store copies only whole objects.
     """
     assert base.index is not None
+    unchanged_items = _compare(
+        _candidates(base.index, items),
+        resolve,
+        known_digests=known_digests,
+        config=config,
+        part_plan=part_plan,
+        digests_of=digests_of,
+    )
+    most_bytes = config.max_object_size_bytes
+    # If the store copies only whole objects, runs must not be cut, however large they are.
+    runs, refused = _runs(base.index, unchanged_items, sys.maxsize if whole_only else most_bytes)
+    # Shorter runs are uploaded: they are too short for a part of an upload.
+    long = [run for run in runs if run.size_bytes >= LEAST_PART_BYTES]
+    objects: Iterable[Sequence[_Run]] = _shares(long, most_bytes)
+    if whole_only:
+        objects = [[run] for run in long if run.is_whole]
+    return Unchanged(
+        base,
+        items={unchanged.item.index for unchanged in unchanged_items},
+        objects=list(objects),
+        refused=refused,
+        whole_only=whole_only,
+    )
+
+
+def _compare(
+    candidates: Iterable[_BaseItem],
+    resolve: Callable[[WriteItem], torch.Tensor | io.BytesIO],
+    *,
+    known_digests: Mapping[tuple[int, int], bytes],
+    config: TransferConfig,
+    part_plan: PartPlan,
+    digests_of: Callable[[ByteArray], bytes],
+) -> list[_BaseItem]:
+    """Return the items whose dtype and digests are those of the base; see `find_unchanged`."""
     outbound = Outbound(part_plan, config, lambda: None)
     unchanged_items: list[_BaseItem] = []
     waiting: deque[tuple[_BaseItem, Future[bool]]] = deque()  # comparisons that a thread makes
@@ -372,7 +407,7 @@ def find_unchanged(
             unchanged_items.append(candidate)
 
     with DaemonPool(config.hash_threads, "hash") as hashers:
-        for candidate in _candidates(base.index, items):
+        for candidate in candidates:
             # An item that raises is uploaded, where it raises again, and the error names its key.
             with suppress(Exception):
                 is_same = compare(candidate)
@@ -384,21 +419,7 @@ def find_unchanged(
                 take_first()
         while waiting:
             take_first()
-    most_bytes = config.max_object_size_bytes
-    # If the store copies only whole objects, runs must not be cut, however large they are.
-    runs, refused = _runs(base.index, unchanged_items, sys.maxsize if whole_only else most_bytes)
-    # Shorter runs are uploaded: they are too short for a part of an upload.
-    long = [run for run in runs if run.size_bytes >= LEAST_PART_BYTES]
-    objects: Iterable[Sequence[_Run]] = _shares(long, most_bytes)
-    if whole_only:
-        objects = [[run] for run in long if run.is_whole]
-    return Unchanged(
-        base,
-        items={unchanged.item.index for unchanged in unchanged_items},
-        objects=list(objects),
-        refused=refused,
-        whole_only=whole_only,
-    )
+    return unchanged_items
 
 
 def _shares(runs: Sequence[_Run], most_bytes: int) -> Iterator[Sequence[_Run]]:
@@ -421,7 +442,7 @@ def _shares(runs: Sequence[_Run], most_bytes: int) -> Iterator[Sequence[_Run]]:
 def _candidates(index: ix.Index, items: Iterable[WriteItem]) -> Iterator[_BaseItem]:
     """Yield the items that the base may have: it has one with the same key, offset and shape.
 
-    Dtypes and bytes are compared by `find_unchanged`, because a planner may convert what it saves.
+    Dtypes and bytes are compared by `_compare`, because a planner may convert what it saves.
     """
     for item in items:
         tensor, data = index.tensors.get(item.index.fqn), item.tensor_data

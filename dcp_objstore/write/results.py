@@ -188,33 +188,13 @@ def build_index(
     objects = [stored for of_rank in results for stored in of_rank.objects]
     # The number of each rank's first object among all objects.
     first_objects = np.cumsum([0, *(len(of_rank.objects) for of_rank in results)])[:-1]
-    # A writer around ours may return a plain list, which has no positions.
-    has_places = any(of_rank.positions is None for of_rank in results)
-    row_of_place = _rows_by_place(planned) if has_places else {}
-    rows_of_ranks: list[ix.Numbers] = []
-    converted: dict[int, str] = {}
-    for rank, of_rank in enumerate(results):
-        if of_rank.positions is not None:
-            rows = planned.rows[rank][np.frombuffer(of_rank.positions, np.int64)]
-        else:
-            assert of_rank.places is not None
-            rows = np.array([row_of_place.get(place, -1) for place in of_rank.places], np.int64)
-        rows_of_ranks.append(rows)
-        converted |= {int(rows[number]): dtype for number, dtype in of_rank.converted.items()}
-    row_of_result = np.concatenate(rows_of_ranks)
-    # For each row, the number of its result; -1 for a row without one. A foreign planner may report
-    # a result that is not in the plan. Its row is -1: one more row at the end, which is dropped.
-    count = sum(tensor.chunk_count for tensor in planned.tensors.values()) + len(planned.blobs)
-    result_of_row = np.full(count + 1, -1, np.int64)
-    result_of_row[row_of_result] = np.arange(len(row_of_result))
-    result_of_row = result_of_row[:count]
+    rows_of_ranks = _rows_of_results(planned, results)
+    result_of_row = _results_by_row(planned, np.concatenate(rows_of_ranks))
 
     def column(name: str) -> ix.Numbers:
         """Return a column of the results of all ranks, rank after rank."""
         return np.concatenate([of_rank.column(name) for of_rank in results])
 
-    if (result_of_row < 0).any():
-        raise _unreported(planned, int(np.argmax(result_of_row < 0)))
     object_numbers = [
         of_rank.column("object_number") + first
         for of_rank, first in zip(results, first_objects, strict=True)
@@ -222,10 +202,14 @@ def build_index(
     offset, length, payload_offset, payload_length, pickled = (
         column(name)[result_of_row] for name in _RESULT[1:]
     )
-    tensors = _with_stored_dtypes(planned, converted)
+    converted = {
+        int(rows[number]): dtype
+        for rows, of_rank in zip(rows_of_ranks, results, strict=True)
+        for number, dtype in of_rank.converted.items()
+    }
     index = ix.Index(
         objects=tuple(stored.entry for stored in objects),
-        tensors=tensors,
+        tensors=_with_stored_dtypes(planned, converted),
         blobs=planned.blobs,
         columns=ix.Columns(
             object_number=np.concatenate(object_numbers)[result_of_row].astype(np.uint64),
@@ -247,6 +231,39 @@ def build_index(
         literal_keys=planned.literal_keys,
     )
     return index, objects
+
+
+def _rows_of_results(planned: PlannedIndex, results: Sequence[Results]) -> list[ix.Numbers]:
+    """Return the index's row of each result, for each rank; -1 if the index has no such row."""
+    # A writer around ours may return a plain list, which has no positions.
+    has_places = any(of_rank.positions is None for of_rank in results)
+    row_of_place = _rows_by_place(planned) if has_places else {}
+    rows_of_ranks: list[ix.Numbers] = []
+    for rank, of_rank in enumerate(results):
+        if of_rank.positions is not None:
+            rows = planned.rows[rank][np.frombuffer(of_rank.positions, np.int64)]
+        else:
+            assert of_rank.places is not None
+            # A foreign planner may report a result that is not in the plan.
+            rows = np.array([row_of_place.get(place, -1) for place in of_rank.places], np.int64)
+        rows_of_ranks.append(rows)
+    return rows_of_ranks
+
+
+def _results_by_row(planned: PlannedIndex, row_of_result: ix.Numbers) -> ix.Numbers:
+    """Return the number of its result for each row of the index.
+
+    Raises:
+        RankFailedError: a row has no result.
+    """
+    count = sum(tensor.chunk_count for tensor in planned.tensors.values()) + len(planned.blobs)
+    # Results without a row have the row -1: one more at the end, which is dropped.
+    result_of_row = np.full(count + 1, -1, np.int64)
+    result_of_row[row_of_result] = np.arange(len(row_of_result))
+    result_of_row = result_of_row[:count]
+    if (result_of_row < 0).any():
+        raise _unreported(planned, int(np.argmax(result_of_row < 0)))
+    return result_of_row
 
 
 def _rows_by_place(

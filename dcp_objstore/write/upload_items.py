@@ -74,10 +74,11 @@ def upload_items(
     """
     wait_for_streams()  # because another thread reads the tensors
     store = save.open()
-    known_digests = planner.digests if isinstance(planner, AgreeingSavePlanner) else {}
+    own_planner = planner if isinstance(planner, AgreeingSavePlanner) else None
+    known_digests = {} if own_planner is None else own_planner.digests
     digests_of = partial(_hash, save.channel) if save.channel.detailed else block_digests
     resolve = planner.resolve_data
-    if not isinstance(planner, AgreeingSavePlanner) or _has_sharded(planner.state_dict):
+    if own_planner is None or _has_sharded(own_planner.state_dict):
         # With gradients, `DTensor.to_local` would make a view.
         resolve = torch.no_grad()(resolve)
     # For all items, also those that the store is to copy: if it cannot, they are uploaded.
@@ -98,13 +99,13 @@ def upload_items(
     _emit_planned(save, unchanged, order, part_plan)
     unchanged.copy(save, config)
     results, objects = WriteResults(unchanged.results), list(unchanged.stored)
-    is_copied = False
     progress = Progress(config.stall_timeout_seconds, save.channel)
-    # The coordinator knows the plan of our own planner, so results name only positions in the plan.
-    if isinstance(planner, AgreeingSavePlanner):
-        results.planned, is_copied = plan.items, planner.is_copied
-        planner.check_stopped = progress.check_stopped
+    if own_planner is not None:
+        # The coordinator knows this plan, so results name only positions in it.
+        results.planned = plan.items
+        own_planner.check_stopped = progress.check_stopped
     groups = _groups(order, unchanged, unchanged.copied)
+    is_copied = own_planner is not None and own_planner.is_copied
     most_parts = _most_parts(groups, part_plan, is_copied=is_copied)
     # The first numbers belong to the objects that the store was to copy.
     object_numbers = itertools.count(len(unchanged.objects))

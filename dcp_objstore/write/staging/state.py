@@ -106,13 +106,9 @@ class Staging:
             copies = dict(zip(others, _deep_copies([*others.values()]), strict=True))
         except Exception as error:
             raise _not_copied(state_dict, error) from error
-        places = plan_regions(list(tensors.values()))
-        regions = list({id(region): region for region, _ in places.values()}.values())
         self._tickets: list[Ticket] = []
         self._host: list[Region] = []
-        self._begin(regions, memory)
-        for key, tensor in tensors.items():
-            copies[key] = copy_of(tensor, *places[key]) if key in places else _no_region(tensor)
+        copies |= self._begin(tensors, memory)
         for key, of_leaf in made_of.items():
             if key not in units:  # a wrapper, whose copy is made of the copies of its units
                 copied_units = iter([copies[id(unit)] for unit in of_leaf])
@@ -121,12 +117,17 @@ class Staging:
         self.state = StagedState(
             (name, _rebuilt(value, copies)) for name, value in state_dict.items()
         )
-        self.state.size_bytes = sum(region.size_bytes for region in regions)
+        self.state.size_bytes = self._size_bytes
         # Keeps the tensors alive, because their memory is read until `finish` has returned.
         self._sources = list(tensors.values())
 
-    def _begin(self, regions: list[Region], memory: StagingMemory) -> None:
-        """Give each region memory, and queue the copies from devices."""
+    def _begin(
+        self, tensors: Mapping[int, torch.Tensor], memory: StagingMemory
+    ) -> dict[int, torch.Tensor]:
+        """Queue the copies from devices; return the copies, by the id of their tensor."""
+        places = plan_regions(list(tensors.values()))
+        regions = list({id(region): region for region, _ in places.values()}.values())
+        self._size_bytes = sum(region.size_bytes for region in regions)
         # A GPU copies by itself only to pinned memory.
         for pinned in (True, False):
             alike = [region for region in regions if (region.device.type == "cuda") == pinned]
@@ -141,6 +142,10 @@ class Staging:
             else:
                 lane.follow()  # the copies come after what training has queued so far
                 self._tickets.append(lane.queue(partial(_copy_by_torch, of_device)))
+        return {
+            key: copy_of(tensor, *places[key]) if key in places else _no_region(tensor)
+            for key, tensor in tensors.items()
+        }
 
     def finish(self) -> None:
         """Copy within host memory, and wait for the copies from devices."""
