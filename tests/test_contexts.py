@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
@@ -63,4 +64,7 @@ def test_an_error_passes_unchanged_and_with_its_traceback():
     assert caught.traceback[-1].name == "test_an_error_passes_unchanged_and_with_its_traceback"
     with pytest.raises(ValueError, match="turned") as turned, turning():
         raise OSError
-    assert isinstance(turned.value.__cause__, OSError)
+    cause = turned.value.__cause__
+    assert isinstance(cause, OSError)
+    here = "test_an_error_passes_unchanged_and_with_its_traceback"
+    assert [frame.name for frame in traceback.extract_tb(cause.__traceback__)] == [here]

@@ -32,7 +32,7 @@ from dcp_objstore.checkpoint.names import (
     index_key,
     new_nonce,
 )
-from dcp_objstore.checkpoint.read import Stored, open_committed, read_marker
+from dcp_objstore.checkpoint.read import Stored, explain_missing, open_committed, read_marker
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -507,6 +507,11 @@ def test_an_index_that_is_missing_is_explained_by_the_marker(store, change, kind
         open_committed(store)
     assert caught.value.url == store.url
     assert kind is StoreUnavailableError or caught.value.object_key == key
+
+
+def test_why_the_marker_could_not_be_read_is_returned_for_the_caller_to_complete(store):
+    fail_from_now_on(store)
+    assert isinstance(explain_missing(store, "id", "key"), StoreUnavailableError)
 
 
 def test_a_commit_of_an_earlier_claim_over_a_damaged_marker_is_not_passed_over(store):

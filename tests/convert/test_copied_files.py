@@ -142,7 +142,7 @@ def test_the_files_of_a_trainer_come_from_its_checkpoint(tmp_path):
     assert [path.name for path in (tmp_path / "3").iterdir()] == ["one.safetensors"]
 
 
-@pytest.mark.parametrize("value", [{"a": b""}, {"config.json": "{}"}, Path("x"), 3])
+@pytest.mark.parametrize("value", [{"a": b""}, {"config.json": "{}", 1: b""}, Path("x"), 3])
 def test_values_of_that_name_that_are_no_files_are_left_alone(value, tmp_path):
     place = (tmp_path / "run").as_uri()
     dos.save({"w": torch.ones(3), "files": dos.PerRank(value)}, place, progress=False)

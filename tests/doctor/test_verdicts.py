@@ -301,3 +301,4 @@ def test_each_lie_of_a_store_is_told_by_its_check(through, wrapper, wrong) -> No
     advice = found["conditional put"].advice
     assert ("allow_unfenced=True" in advice) == (wrong.get("conditional put") == "failed")
     assert found["put"].text == "an object was written" or "put" in wrong
+    assert ("still there" in found["delete"].text) == ("delete" in wrong)
