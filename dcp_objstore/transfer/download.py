@@ -71,7 +71,7 @@ _MOST_REPEATS = 2
 
 
 def worker_count(
-    concurrency: int, piece_bytes: int, budget_bytes: int, reading: RangeReading, *, depth: int = 1
+    concurrency: int, piece_bytes: int, budget_bytes: int, reading: RangeReading, *, depth: int
 ) -> int:
     """Return how many workers the requests in flight take, or as many as the memory budget allows.
 

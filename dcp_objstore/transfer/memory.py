@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from typing import TypeAlias
 
 import numpy as np
 
 # The type of a buffer with a tensor's memory, a frame or a pickled value. Arrays rather than
 # memoryviews, because only arrays can be weakly referenced.
-ByteArray = np.ndarray[tuple[int], np.dtype[np.uint8]]
+ByteArray: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 def new_memory(size_bytes: int) -> mmap.mmap:

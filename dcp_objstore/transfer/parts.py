@@ -47,7 +47,7 @@ class PartPlan:
     part_size_bytes: int
     slice_size_bytes: int
     max_object_size_bytes: int
-    parts: int = 1
+    parts: int
 
 
 def plan_parts(

@@ -137,7 +137,7 @@ class _TrackedBuffers:
         part_size_bytes: int,
         slot: AdmissionSlot,
         most_unanswered: int,
-        reported_before: int = 0,
+        reported_before: int,
     ) -> None:
         self._silence, self._progress, self._slot = silence, silence.progress, slot
         self._buffers = iter(buffers)

@@ -297,7 +297,7 @@ class Unchanged:
                     payload_offset=in_base.payload_offset + moved_by,
                     payload_length=in_base.payload_length,
                     digests=in_base.digests,
-                    pickled=False,  # `_candidates` leaves out what is pickled
+                    pickled=False,  # a tensor that is pickled is never found unchanged
                     converted_to=None if dtype == planned_dtype(item) else dtype,
                 )
                 self.results.append(WriteResult(item.index, in_base.length, place))
@@ -452,10 +452,9 @@ def _candidates(index: ix.Index, items: Iterable[WriteItem]) -> Iterator[_BaseIt
         row = index.find(tensor.key, data.chunk.offsets, item.index.index)
         if row is None:
             continue
-        stored = index.item(row)
         _, sizes = index.box(tensor.key, row - index.rows(tensor.key).start)
-        if sizes == list(data.chunk.sizes) and not stored.pickled:
-            yield _BaseItem(item, row, stored, tensor.dtype)
+        if sizes == list(data.chunk.sizes):
+            yield _BaseItem(item, row, index.item(row), tensor.dtype)
 
 
 def _have_digests(

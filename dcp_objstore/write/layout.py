@@ -208,7 +208,7 @@ class Layout:
     # What this object has of `pending`. A second call of `buffers` puts it back.
     _taken: list[SizedItem] = field(default_factory=list)
     # The number of bytes so far, and the digest of those that are framing.
-    _position: int = 0
+    _position: int = field(init=False)
     _framing: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
     # Framing and small payloads that were not yielded yet.
     _gathered: bytearray = field(default_factory=bytearray)
@@ -313,13 +313,11 @@ class Layout:
         size_bytes = payload.nbytes
         if size_bytes > (SMALL_BYTES if payload.is_cpu else _SMALL_DEVICE_BYTES):
             return self._begin_tensor(item, payload)
-        self._gather(item, payload, size_bytes)
+        self._gather(item, payload.cpu(), size_bytes)
         return None
 
     def _gather(self, item: WriteItem, payload: torch.Tensor, size_bytes: int) -> None:
         """Gather a small tensor and the framing around it."""
-        if not payload.is_cpu:
-            payload = payload.cpu()
         frame = tensor_frame.frame(payload.dtype, tuple(payload.shape), self._options)
         body = tensor_frame.small_payload(payload, size_bytes)
         # `_add_framing` is inlined, because this runs once per tensor, and there may be tens of

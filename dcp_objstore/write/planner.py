@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -145,7 +145,7 @@ class _KnownLayout(NamedTuple):
 
 # The latest layouts of a group's saves, by what this rank wanted to save. There are several,
 # because a job may save its model and an average of it in turn.
-_Layouts = dict[LocalPlan, _KnownLayout]
+_Layouts: TypeAlias = dict[LocalPlan, _KnownLayout]
 _MOST_LAYOUTS = 4
 _layouts: WeakKeyDictionary[dist.ProcessGroup, _Layouts] = WeakKeyDictionary()
 _layouts_alone: _Layouts = {}
@@ -342,5 +342,5 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
             for oldest in list(self._layouts)[:-_MOST_LAYOUTS]:
                 self._layouts.pop(oldest, None)  # unless another thread has removed it
             items = [self.plan.items[at] for at in layout.own.tolist()]
-            self.plan = SavePlan(items, planner_data=self.mappings)
+            self.plan = SavePlan(items)
             return self.plan

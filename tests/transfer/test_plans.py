@@ -43,8 +43,8 @@ def test_no_plan_exceeds_10000_parts_or_the_limits_of_a_part(total_bytes, least,
 def test_parts_grow_with_the_payload_while_there_are_many_as_documented():
     """The docstring of `TransferConfig` has some of these figures."""
 
-    def mib(total_bytes: int, least_mib: int = 16, *, is_near: bool = True) -> float:
-        return plan_parts(total_bytes, least_mib * MIB, is_near=is_near).part_size_bytes / MIB
+    def mib(total_bytes: int, least_mib: int = 16, **how: bool) -> float:
+        return plan_parts(total_bytes, least_mib * MIB, **how).part_size_bytes / MIB
 
     near = {100 * MIB: 16, 640 * MIB: 20, 640 * MIB + 32: 21, GIB: 32, 281 * GIB: 32}
     near |= {282 * GIB: 33, 9000 * 64 * MIB: 64, 9000 * 64 * MIB + 1: 65, 5 * TIB: 583}

@@ -18,7 +18,7 @@ from dcp_objstore.errors import (
     TransferStalledError,
 )
 from dcp_objstore.observe.events import NoAnswer
-from dcp_objstore.threads import spawn
+from dcp_objstore.threads import STEP_SECONDS, spawn
 from dcp_objstore.transfer import progress as module
 from dcp_objstore.transfer.progress import Progress, Silence
 from tests.support.listening import heard_channel, of
@@ -36,7 +36,8 @@ class Scene:
         self.questions: list[Future[Any]] = []
         self.channel, self.heard = heard_channel()
         self.progress = Progress(180, self.channel, clock=lambda: self.now)
-        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=lambda _: None)
+        self.pauses: list[float] = []
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.pauses.append)
         monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(module, "run_in_thread", self._ask)
         store: Any = Mock(url="stub://asked")
@@ -92,6 +93,7 @@ def test_no_question_is_asked_while_parts_end_or_no_request_is_open(scene):
         scene.silence.heard()
     scene.look(60, parts=0, is_open=False)
     assert not scene.questions
+    assert not scene.told()
 
 
 def test_parts_that_are_dropped_in_a_long_silence_show_no_life(scene):
@@ -113,6 +115,7 @@ def test_no_part_is_begun_in_a_long_silence_and_all_go_on_after_an_answer(scene)
     scene.look(1)
     waiting.join(30)
     assert not waiting.is_alive()
+    assert set(scene.pauses) == {STEP_SECONDS}
     scene.look(2.5)
     assert len(scene.questions) == 1
 
@@ -136,6 +139,7 @@ def test_a_store_is_given_up_when_question_and_parts_have_failed_and_not_before(
 
 
 def test_a_store_that_answers_after_the_first_question_failed_is_not_given_up(scene):
+    scene.progress.channel = None
     for _ in range(10):
         scene.look(1)
     scene.questions[-1].set_exception(StoreUnavailableError("no answer in time"))
@@ -143,4 +147,11 @@ def test_a_store_that_answers_after_the_first_question_failed_is_not_given_up(sc
     scene.questions[-1].set_result(None)
     scene.look(1, parts=0)
     scene.look(1, parts=0)
+    assert len(scene.questions) == 2
+
+
+def test_a_question_that_fails_soon_is_asked_again_and_gives_nothing_up(scene):
+    scene.look(4, parts=0)
+    scene.questions[-1].set_exception(StoreUnavailableError("connection refused"))
+    scene.look(0.5, parts=0, is_open=False)
     assert len(scene.questions) == 2

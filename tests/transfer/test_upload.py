@@ -32,7 +32,7 @@ from tests.support.stub_stores import Stub, memory_store
 from tests.support.wrapped_stores import RecordingStore
 
 PART = 10  # in this file
-PLAN = PartPlan(PART, PART, 1000)
+PLAN = PartPlan(PART, PART, 1000, 1)
 BODY = np.random.default_rng(7).integers(0, 256, 100, dtype=np.uint8)
 
 
@@ -112,9 +112,9 @@ def test_an_object_of_more_parts_than_allowed_is_refused_before_they_are_sent(mo
     assert [meta.key for meta in store.list()] == ["o"]
 
 
-@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize("own", [{"is_own": True}, {}])
 @pytest.mark.parametrize("left", ["all", "another", "nothing", "no answer"])
-def test_a_lost_upload_is_believed_only_if_its_object_is_not_there(is_own, left):
+def test_a_lost_upload_is_believed_only_if_its_object_is_not_there(own, left):
     """Its end took effect, the answer was lost, and a later try heard that it is gone."""
 
     class LosesTheAnswer(WrappedStore):
@@ -130,8 +130,8 @@ def test_a_lost_upload_is_believed_only_if_its_object_is_not_there(is_own, left)
             return self.inner.head(key)
 
     inner = memory_store()
-    send = partial(upload, LosesTheAnswer(inner), pieces_of(3 * PART), is_own=is_own)
-    if is_own and left == "all":
+    send = partial(upload, LosesTheAnswer(inner), pieces_of(3 * PART), **own)
+    if own and left == "all":
         done = send()
         assert (done.size_bytes, done.version) == (3 * PART, inner.head("o").version)
     else:
@@ -140,7 +140,7 @@ def test_a_lost_upload_is_believed_only_if_its_object_is_not_there(is_own, left)
 
 
 class LosesUploads(WrappedStore):
-    """Loses so many uploads when it has asked for so many buffers."""
+    """Loses so many uploads when it has asked for so many buffers: of the second, for half."""
 
     def __init__(self, inner: ObjectStore, times: int, after: int = 1) -> None:
         super().__init__(inner)
@@ -150,7 +150,7 @@ class LosesUploads(WrappedStore):
         self.streams += 1
         if self.streams > self.times:
             return self.inner.put_stream(key, buffers, **settings)
-        for _ in range(self.after):
+        for _ in range(self.after // self.streams):
             next(buffers)
         raise UploadLostError("RequestTimeout")
 

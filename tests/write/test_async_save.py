@@ -196,13 +196,16 @@ def test_a_copy_that_was_made_stays_made_though_its_save_fails():
         handle.result(30)
 
 
-def test_a_save_says_when_its_copy_was_made_and_how_large_it_is():
+def test_a_save_says_when_its_copy_was_made_and_how_large_it_is(through):
     events: list[Any] = []
+    opened_in: list[threading.Thread] = []
+    through(lambda store: opened_in.append(threading.current_thread()) or store)
     url, before_ns = memory_url(), time.time_ns()
     dos.async_save(state(), url, on_event=events.append).result(30)
     (staged,) = [event for event in events if isinstance(event, Staged)]
     assert (staged.size_bytes, staged.url, staged.rank) == (12, url, 0)
     assert before_ns - 10**9 < staged.start_ns < time.time_ns()
+    assert opened_in[0] is threading.current_thread(), "a child forked later could not import it"
 
 
 # Turns --------------------------------------------------------------------------------------------
@@ -332,6 +335,17 @@ def test_of_two_threads_that_begin_a_save_at_once_one_finds_the_other(saves, hel
     (handle,) = [one for one in begun if isinstance(one, Handle)]
     assert meeting._latest is handle
     handle.result(30)
+
+
+def test_a_save_that_ctrl_c_ends_as_it_gets_its_turn_holds_up_no_other(saves, monkeypatch):
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(async_api._Saves, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            dos.async_save(state(), memory_url())
+    assert isinstance(saves.latest.exception(0), KeyboardInterrupt)
 
 
 def test_a_word_that_on_busy_does_not_know_is_refused_before_anything_waits(saves):
@@ -484,8 +498,13 @@ def test_a_program_that_ends_waits_for_every_save_and_shows_unseen_errors(saves,
 def test_a_save_that_begins_after_the_program_has_ended_is_waited_for_by_its_call(
     saves, monkeypatch
 ):
+    begun: list[bool] = []
+    monkeypatch.setattr(
+        async_api, "ready_for_program_end", lambda: begun.append(saves.latest.done())
+    )
     monkeypatch.setattr(async_api, "has_ended", lambda: True)
     url = memory_url()
     handle = dos.async_save(state(), url)
     assert handle.done()
+    assert begun == [False], "what a save needs at that time is there before"
     assert dos.open(url).keys() == {"t"}

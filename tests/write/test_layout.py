@@ -73,7 +73,7 @@ def lay(
         torch.save(value, body := io.BytesIO())
         return body
 
-    plan = PartPlan(slice_size, slice_size, limit)
+    plan = PartPlan(slice_size, slice_size, limit, 1)
     pending = deque(SizedItem(item, item_bytes(item)) for item in items_of(state))
     objects = []
     while pending:
@@ -161,10 +161,13 @@ def test_a_large_value_is_handed_on_in_slices():
     assert loaded(laid)["value"] == value
 
 
-def test_a_tensor_of_more_than_a_mib_is_handed_on_as_its_own_memory():
+@pytest.mark.parametrize(("on_cpu", "most"), [(True, MIB), (False, 64 * 1024)])
+def test_a_tensor_of_more_than_a_mib_is_handed_on_as_its_own_memory(on_cpu, most, monkeypatch):
+    """Each one of a GPU is copied from there by itself, so fewer are gathered."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", on_cpu)
     state = {
-        "gathered": torch.zeros(MIB, dtype=torch.uint8),
-        "own": torch.zeros(MIB + 1, dtype=torch.uint8),
+        "gathered": torch.zeros(most, dtype=torch.uint8),
+        "own": torch.zeros(most + 1, dtype=torch.uint8),
         "long": torch.zeros(9 * MIB, dtype=torch.uint8),
     }
     (laid,) = lay(state, slice_size=4 * MIB)
@@ -176,7 +179,7 @@ def test_a_tensor_of_more_than_a_mib_is_handed_on_as_its_own_memory():
         ]
         for key, tensor in state.items()
     }
-    assert memory == {"gathered": [], "own": [MIB + 1], "long": [4 * MIB, 4 * MIB, MIB]}
+    assert memory == {"gathered": [], "own": [most + 1], "long": [4 * MIB, 4 * MIB, MIB]}
 
 
 def test_what_is_gathered_is_handed_on_at_8_mib_or_when_a_slice_is_full():

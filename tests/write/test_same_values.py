@@ -159,12 +159,13 @@ def test_what_no_pickle_holds_is_left_to_its_upload():
 
 def test_tensors_are_not_compared_but_random_states_are():
     state = {
-        "w": torch.ones(3), "rng": torch.get_rng_state(), "large": torch.zeros(2**14).byte(),
+        "w": torch.ones(3), "rng": torch.get_rng_state(), "large": torch.zeros(8193).byte(),
+        "largest": torch.zeros(8192).byte(), "on a GPU": torch.zeros(3, device="meta").byte(),
         "step": 1, "model._extra_state": 2, "file": b"PK\x03\x04...", "pickle": pickle.dumps(1),
-        "bytes": b"text",
+        "bytes": b"text", "param_groups.0.lr": 1,
     }  # fmt: skip
     seen = SeenValues()
-    assert [*seen.compared(state)] == ["rng", "step", "bytes"]
+    assert [*seen.compared(state)] == ["rng", "largest", "step", "bytes"]
     first = seen.digest(seen.compared(state))
     torch.rand(1)
     assert seen.digest(seen.compared({**state, "rng": torch.get_rng_state()})) != first

@@ -14,7 +14,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
-from dcp_objstore.errors import CheckpointExistsError, ConfigError, InputError
+from dcp_objstore.errors import (
+    CheckpointExistsError,
+    ConfigError,
+    InputError,
+    SaveInProgressError,
+)
 from dcp_objstore.observe.events import Staged
 from dcp_objstore.write.staging import stager
 from dcp_objstore.write.staging.state import StagedState, stage
@@ -142,6 +147,21 @@ def test_a_closed_writer_keeps_only_the_memory_that_a_save_holds(memory):
     del staged
     writer.close()
     assert memory.allocated_bytes == 0
+
+
+def test_a_save_whose_copy_is_gone_has_ended_though_its_thread_goes_on(monkeypatch):
+    monkeypatch.setattr(stager, "_GRACE_SECONDS", 0.01)
+    ready: list[None] = []
+    monkeypatch.setattr(stager, "ready_for_program_end", lambda: ready.append(None))
+    writer = dos.ObjectStoreWriter(memory_url(), on_busy="raise")
+    copies = [writer.stage({"t": torch.ones(1)})]
+    assert ready == [None]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(writer.storage_meta).result(30)
+        with pytest.raises(SaveInProgressError):
+            writer.stage({"t": torch.ones(1)})
+        copies.clear()
+        writer.stage({"t": torch.ones(1)})
 
 
 def test_a_writer_tells_with_the_save_of_the_copy_before_it():

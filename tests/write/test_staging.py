@@ -533,14 +533,17 @@ def test_two_threads_that_take_memory_at_once_are_kept_apart(memory):
     assert memory.allocations == 2
 
 
-def test_what_one_thread_looks_at_no_other_thread_changes(memory):
+@pytest.mark.parametrize(
+    ("call", "args"), [("take", {"sizes_bytes": [8], "pinned": False}), ("release", {})]
+)
+def test_what_one_thread_looks_at_no_other_thread_changes(call, args, memory):
     memory.take([8], pinned=False).clear()  # it has returned, and is not among the idle ones yet
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         with memory._lock:
-            taking = pool.submit(memory.take, [8], pinned=False)
-            assert not concurrent.futures.wait([taking], 0.1).done
+            calling = pool.submit(getattr(memory, call), **args)
+            assert not concurrent.futures.wait([calling], 0.1).done
             assert memory._idle == []
-        assert taking.result(30)
+        calling.result(30)
     assert memory.allocations == 1
 
 

@@ -89,13 +89,20 @@ def test_a_tensor_in_an_equal_mesh_of_another_job_has_items_of_its_own(world, ma
     assert made == ["sharded", "replicated", "value", "parameter"]
 
 
-@pytest.mark.parametrize("within", [False, True])
+class Own(torch.Tensor):
+    """Its class may say which items it has."""
+
+
+@pytest.mark.parametrize("within", [False, True, "of a class of its own"])
 def test_items_of_a_tensor_that_says_itself_how_it_is_sharded_are_made_each_time(
     world, made, within
 ):
     items, value = WriteItems(), state()
     tensor = value["sharded"]._local_tensor if within else value["sharded"]
-    tensor.__create_chunk_list__ = list
+    if isinstance(within, str):
+        value["sharded"]._local_tensor = tensor.as_subclass(Own)
+    else:
+        tensor.__create_chunk_list__ = list
     items.of(value, is_coordinator=True)
     made.clear()
     items.of(value, is_coordinator=True)

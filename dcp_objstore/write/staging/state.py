@@ -57,7 +57,7 @@ class StagedState(dict[str, Any]):
             memory, by the address and size in bytes of their memory.
     """
 
-    size_bytes: int = 0
+    size_bytes: int
     digests: Mapping[tuple[int, int], bytes] = MappingProxyType({})
 
     def __reduce__(self) -> tuple[Any, ...]:
