@@ -33,7 +33,7 @@ from dcp_objstore.stores.protocol import (
 )
 from dcp_objstore.stores.ranges import Range, RangeSource
 from dcp_objstore.stores.urls import StoreUrl, check_prefix
-from dcp_objstore.threads import in_main_thread, wait_for
+from dcp_objstore.threads import wait_for
 
 Place = TypeVar("Place")
 
@@ -175,8 +175,7 @@ class BaseStore(ABC, Generic[Place]):
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
         """Iterate over the objects below a prefix."""
-        metas = self._without_repeats(check_prefix(prefix))
-        return _interruptible(metas) if in_main_thread() else metas
+        return _interruptible(self._without_repeats(check_prefix(prefix)))
 
     def _without_repeats(self, folder: str) -> Iterator[ObjectMeta]:
         """Yield what a listing has; raise if it repeats itself, as it might then do so for ever.

@@ -6,6 +6,7 @@ import http.client
 import importlib.util
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
@@ -217,13 +218,9 @@ def metadata_answers(base: str, method: str, path: str, headers: dict[str, str])
     host = base.removeprefix("http://").rstrip("/")
     for _ in range(_METADATA_TRIES):
         connection = http.client.HTTPConnection(host, timeout=_METADATA_TIMEOUT_SECONDS)
-        try:
+        with suppress(OSError, http.client.HTTPException), closing(connection):
             connection.request(method, path, headers=headers)
             return connection.getresponse().status < 500
-        except (OSError, http.client.HTTPException):
-            continue
-        finally:
-            connection.close()
     return False
 
 

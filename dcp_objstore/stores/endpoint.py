@@ -34,7 +34,7 @@ def server_url(text: str, *, use_ssl: bool) -> str:
     base = text if "://" in text else f"{'https' if use_ssl else 'http'}://{text}"
     scheme, _, host = base.rstrip("/").partition("://")
     check_endpoint(host)  # checked here, too, as it may come from the environment or a profile
-    if scheme not in ("http", "https") or not host:
+    if scheme not in ("http", "https"):
         raise ConfigError("an endpoint must read http(s)://host[:port], without credentials")
     wrong = _wrong_with(host)
     if wrong is not None:
@@ -112,9 +112,9 @@ def _wrong_with(host_and_path: str) -> str | None:
         parts.port  # noqa: B018  raises for one that cannot exist
     except ValueError as error:
         return f"cannot be read ({error})"
-    name = parts.hostname or ""
-    # A ':' that is left is one in square brackets, where only an address of IPv6 may stand.
-    if not is_address(name) and (":" in name or _HOST_NAME.fullmatch(name) is None):
+    name = str(parts.hostname)
+    # In square brackets only an address of IPv6 may stand: no name has a ':'.
+    if not is_address(name) and _HOST_NAME.fullmatch(name) is None:
         return f"has a host name that cannot exist ({name!r})"
     return None
 

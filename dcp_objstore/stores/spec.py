@@ -150,8 +150,8 @@ class StoreSpec:
         guard_fork()
         url, options = self.parsed, self.storage_options
         # The environment is part of the key: credentials in it may have been renewed.
-        names = sorted(name for name in os.environ if name.startswith(_VARIABLES))
-        environment = tuple((name, os.environ.get(name)) for name in names)
+        names = [name for name in os.environ if name.startswith(_VARIABLES)]
+        environment = frozenset((name, os.environ.get(name)) for name in names)
         key = (make, url.scheme, url.bucket, _hashable(options), self.config, environment)
         with _clients_lock:
             if key not in _clients:

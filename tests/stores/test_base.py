@@ -32,6 +32,7 @@ from dcp_objstore.stores.protocol import (
     Capabilities,
     CopySource,
     ObjectMeta,
+    RangeReading,
     Version,
 )
 from dcp_objstore.stores.ranges import read_range
@@ -235,6 +236,7 @@ def test_a_listing_may_have_its_own_order_but_repeats_no_key_for_ever(
 
 
 def test_the_arguments_and_answers_of_every_adapter_are_checked(store, monkeypatch):
+    assert (store.range_reading, store.reports_throttling) == (RangeReading(), ())
     meta = ObjectMeta("k", 3, Version(), datetime.now(UTC))
     for body in (b"12", b"1234"):
         monkeypatch.setattr(LocalStore, "_get", lambda *_, body=body: (body, meta))

@@ -140,6 +140,9 @@ def test_what_a_copy_is_refused_for_is_told_apart(bucket, proxy):
     proxy.refuse(is_copy, None)
     with pytest.raises(StoreUnavailableError):
         copy(store, source)
+    proxy.refuse(is_copy, Answer(300, {}, b""))
+    with pytest.raises(DcpObjstoreError, match="300"):
+        copy(store, source)
     assert bucket.keys() == ["from"]
 
 

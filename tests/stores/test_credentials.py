@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import json
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta, timezone
@@ -25,6 +26,7 @@ from dcp_objstore.stores.credentials import (
     Renewing,
     asked_by_clients,
     class_and_line,
+    is_installed,
     metadata_answers,
 )
 from dcp_objstore.stores.diagnosis import shortened
@@ -39,7 +41,7 @@ from dcp_objstore.stores.s3.credentials import find_s3_credentials
 from dcp_objstore.stores.s3.options import S3Options
 from dcp_objstore.stores.urls import parse_url
 from tests.support.proxy import Asked
-from tests.support.scripted import Answer, ScriptedServer, fault_answer
+from tests.support.scripted import Answer, RawServer, ScriptedServer, fault_answer
 from tests.support.servers import Bucket, MotoServer
 from tests.support.states import fill, tensor_state, wrong_keys
 from tests.support.tampering import TamperingProxy
@@ -548,8 +550,37 @@ def test_of_requests_that_are_refused_together_one_renews_what_all_of_them_use()
     assert clients.lane is not lane
 
 
+def test_while_credentials_are_renewed_no_client_is_made_and_no_other_thread_renews_them():
+    made, renewed, meanwhile = list[int](), list[int](), list[tuple[int, int]]()
+    expired = GenericError("status code: 400 <Error><Code>ExpiredToken</Code></Error>")
+
+    def renew() -> None:
+        renewed.append(1)
+        for thread in others:
+            thread.start()
+            thread.join(0.05)
+        meanwhile.append((len(made), len(renewed)))
+
+    factory = ClientFactory(lambda *_: made.append(1))
+    clients = Clients(
+        parse_url("s3://bucket"),
+        factory,
+        dos.TransferConfig(),
+        credentials=Credentials("a place", renew=renew),
+    )
+    others = [
+        threading.Thread(target=clients.get, args=("read",)),
+        threading.Thread(target=clients.renew, args=(expired, 0)),
+    ]
+    clients.renew(expired)
+    for thread in others:
+        thread.join(30)
+    assert meanwhile == [(0, 1)]
+    assert (len(made), len(renewed)) == (1, 1)
+
+
 def test_only_refused_credentials_in_whose_place_others_may_do_are_renewed():
-    def clients_with(credentials: Credentials | None) -> Clients:
+    def clients_with(credentials: Credentials) -> Clients:
         factory = ClientFactory(lambda *_: object())
         return Clients(
             parse_url("s3://bucket"), factory, dos.TransferConfig(), credentials=credentials
@@ -559,7 +590,6 @@ def test_only_refused_credentials_in_whose_place_others_may_do_are_renewed():
     given = Credentials("a place", advice="log in")
     renewing = Credentials("a place", renew=lambda: renewed.append(1), advice="log in")
     for credentials, codes in (
-        (None, ""),
         (ANONYMOUS, ""),
         (given, "ExpiredToken AuthenticationFailed"),
         (renewing, "ExpiredToken AuthenticationFailed InvalidAccessKeyId"),
@@ -643,6 +673,27 @@ def test_credentials_are_asked_for_again_before_they_end():
         assert provider()["token"] == len(asked)
 
 
+def test_credentials_are_asked_for_by_one_thread_at_a_time():
+    asked, meanwhile = list[bool](), list[int]()
+
+    def ask(others: bool) -> dict[str, object]:
+        asked.append(others)
+        if len(asked) == 1:
+            for thread in threads:
+                thread.start()
+                thread.join(0.05)
+            meanwhile.append(len(asked))
+        return {"token": "t", "expires_at": None}
+
+    provider = Renewing("a place", ask)
+    threads = [threading.Thread(target=provider), threading.Thread(target=provider.renew)]
+    provider()
+    for thread in threads:
+        thread.join(30)
+    assert meanwhile == [1]
+    assert sorted(asked) == [False, True]
+
+
 def test_credentials_that_cannot_be_renewed_count_until_they_end():
     now, answers = NOW, list[Any]()
 
@@ -701,6 +752,14 @@ def test_a_metadata_service_is_one_that_answers_and_has_not_failed():
             assert asked is is_there
             assert [row[:2] for row in server.requests] == [("PUT", "/token")] * requests
             assert server.requests[0][2]["X-Of"] == "mine"
+    with RawServer(b"this is no HTTP\r\n\r\n") as other:
+        assert not metadata_answers(f"http://{other.address}", "PUT", "/token", {})
+        assert len(other.heads) == 2
+
+
+def test_a_module_of_a_namespace_package_is_installed_only_with_its_package():
+    names = ("importlib.util", "importlib.none_such", "none_such.util")
+    assert [is_installed(name) for name in names] == [True, False, False]
 
 
 def test_credentials_that_were_left_behind_by_a_pickle_are_named():

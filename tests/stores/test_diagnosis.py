@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import pytest
 
-from dcp_objstore.errors import StoreUnavailableError
-from dcp_objstore.stores import StoreSpec
+from dcp_objstore.errors import CredentialsError, StoreUnavailableError
+from dcp_objstore.stores import StoreSpec, diagnosis
+from dcp_objstore.stores.credentials import Credentials
 from dcp_objstore.stores.diagnosis import Identity, ask_region, identify, named_server
-from tests.support.scripted import Answer, ScriptedServer, refusing
+from tests.support.scripted import Answer, RawServer, ScriptedServer, refusing
 
 KEYS = {"key": "AKIA0123456789AB", "secret": "SECRET", "region": "r"}
 
 
-def test_an_identity_names_its_source_and_shows_no_secret():
-    found = identify(StoreSpec("s3://bucket/run", KEYS))
-    assert found == Identity(found.source if found else "", "AKIA…89AB", None)
+def test_an_identity_names_its_source_and_shows_no_secret(monkeypatch):
+    found: Any = identify(StoreSpec("s3://bucket/run", KEYS))
+    assert found == Identity(found.source, "AKIA…89AB", None)
     assert "storage_options" in str(found)
     assert "SECRET" not in str(found)
     public = identify(StoreSpec("s3://bucket/run", {"anon": True}))
@@ -25,6 +27,14 @@ def test_an_identity_names_its_source_and_shows_no_secret():
     azure = StoreSpec("az://box/run", {"account_name": "acct", "account_key": "a2V5"})
     shown = identify(azure)
     assert shown is not None and (shown.access_key, shown.account) == (None, "acct")
+    for provider, key in ((None, None), (lambda: {"access_key_id": "abc"}, "abc…"), (dict, None)):
+        found = None, Credentials("a place", provider)
+        monkeypatch.setattr(diagnosis, "find_credentials", lambda *_, found=found: found)
+        assert identify(StoreSpec("s3://bucket/run")) == Identity("a place", key, None)
+    refusing = Credentials("a place", Mock(side_effect=ValueError("no answer")))
+    monkeypatch.setattr(diagnosis, "find_credentials", lambda *_: (None, refusing))
+    with pytest.raises(CredentialsError, match="a place: no answer"):
+        identify(StoreSpec("s3://bucket/run"))
     fs = fsspec.filesystem("memory")
     for url, options in (
         ("memory://x", None),
@@ -50,11 +60,12 @@ def test_the_region_is_asked_for_by_one_head_without_credentials():
         assert ask_region(other) is None
         assert named_server(other) == (server.endpoint_url, None)
         assert len(server.requests) == 2
-    with refusing() as endpoint_url:
-        spec = StoreSpec("s3://bucket/run", {**KEYS, "endpoint_url": endpoint_url})
-        with pytest.raises(StoreUnavailableError) as caught:
-            ask_region(spec)
-        assert caught.value.url == "s3://bucket/run"
+    with refusing() as endpoint_url, RawServer(b"this is no HTTP\r\n\r\n") as other:
+        for place in (endpoint_url, f"http://{other.address}"):
+            spec = StoreSpec("s3://bucket/run", {**KEYS, "endpoint_url": place})
+            with pytest.raises(StoreUnavailableError) as caught:
+                ask_region(spec)
+            assert caught.value.url == "s3://bucket/run"
     assert named_server(StoreSpec("memory://x")) == (None, None)
 
 

@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,16 +15,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from http.client import HTTPResponse
+from http.client import HTTPConnection, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from unittest.mock import Mock
 
 import obstore
 import pytest
 
 from dcp_objstore.errors import ConfigError, CorruptDataError, InputError, ObjectNotFoundError
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.obstore import direct, tls
+from dcp_objstore.stores.obstore import direct, ranges, tls
 from dcp_objstore.stores.obstore.direct import (
     WORTHWHILE_BYTES,
     DirectAnswer,
@@ -32,6 +34,7 @@ from dcp_objstore.stores.obstore.direct import (
     SignedGet,
 )
 from dcp_objstore.stores.obstore.tls import TlsSocket
+from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.stores.ranges import Answer, Range, RangeSource, read_range
 from tests.support import tampering
 from tests.support.azurite import ACCOUNT, KEY, AzureBucket, Azurite, Identity
@@ -40,6 +43,7 @@ from tests.support.tampering import TamperingProxy
 from tests.support.tls import Certificate, make_certificate, speak_tls
 from tests.support.verbs import ONCE
 
+MIB = 1024 * 1024
 BODY = bytes(range(256)) * 4096  # 1 MiB
 
 
@@ -59,7 +63,10 @@ class Handler(BaseHTTPRequestHandler):
         place = f"bytes {first + (how == 'elsewhere')}-{last}/{len(BODY)}"
         self.send_response(status)
         length = len(part) - (how == "short")
-        self.send_header("Content-Length", str(length))
+        framing = (
+            ("Transfer-Encoding", "chunked") if how == "chunked" else ("Content-Length", length)
+        )
+        self.send_header(framing[0], str(framing[1]))
         self.send_header("Content-Range", place)
         if how == "packed":
             self.send_header("Content-Encoding", "gzip")
@@ -78,9 +85,12 @@ class Handler(BaseHTTPRequestHandler):
         of_record = {"in a record": 16384, "forged": 99}
         some = how in ("broken", "stalled", *of_record)
         sent = part[: length // 2 if some else length]
-        step = 1001 if how == "small records" else len(sent)
+        step = {"small records": 1001, "chunked": 99_999}.get(how, len(sent))
         for at in range(0, len(sent), step):
-            self.wfile.write(sent[at : at + step])
+            piece = sent[at : at + step]
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece) if how == "chunked" else piece)
+        if how == "chunked":
+            self.wfile.write(b"0\r\n\r\n")
         if how in of_record and self.server.scheme == "https":
             # The head of a record of TLS 1.2 and 1.3, and the same or less than it announces.
             with socket.socket(fileno=os.dup(self.connection.fileno())) as raw:
@@ -183,12 +193,22 @@ def received(lane: DirectLane, start: int, end: int, answer: DirectAnswer | None
     return bytes(into[:at])
 
 
-@pytest.mark.parametrize("how", ["right", "small records"])
+@pytest.mark.parametrize("how", ["right", "small records", "chunked"])
 def test_bytes_arrive_in_the_memory_given_over_one_connection(server, lane, how):
     server.how = how
     for start, end in [(0, 400_000), (1000, 500_000), (0, len(BODY)), (9, len(BODY))]:
         assert read(lane, start, end) == BODY[start:end]
-    assert server.connections == 1
+    assert server.connections == (4 if how == "chunked" else 1)  # the last chunk is not read
+
+
+def test_connections_to_two_servers_are_kept_apart(server, make_lane, certificate):
+    with running(Server(certificate.context() if server.scheme == "https" else None)) as other:
+        urls = {"key": server.url, "other": other.url}
+        lane = make_lane(lambda key: SignedGet(urls[key]), timeout_seconds=5)
+        for key in [*urls] * 3:
+            answer = lane.ask(key, 0, 400_000)
+            assert received(lane, 0, 400_000, answer) == BODY[:400_000]
+        assert (server.connections, other.connections) == (1, 1)
 
 
 @pytest.mark.parametrize("how", ["right", "small records"])
@@ -208,7 +228,13 @@ def test_one_call_receives_many_records_and_waits_for_no_more_than_come(
     with running(Server(certificate.context())) as server:
         server.how = how
         lane = make_lane(lambda _key: SignedGet(server.url), timeout_seconds=60)
-        assert read(lane, 0, len(BODY)) == BODY
+        answer, counts, into = lane.ask("key", 0, len(BODY)), list[int](), bytearray(len(BODY))
+        assert answer is not None
+        while (at := sum(counts)) < len(BODY):
+            counts.append(answer.readinto(memoryview(into)[at : at + 100_001]))
+        answer.close()
+    assert into == BODY
+    assert {*counts[1:-1]} == {100_001}, "but what came with the head"
     waits = [(asked, came) for asked, came, flags in calls if flags & socket.MSG_WAITALL]
     assert waits
     assert all(asked == came for asked, came in waits)
@@ -253,20 +279,66 @@ def test_a_thread_that_waits_for_a_server_lets_others_decrypt(certificate, make_
 
 
 @pytest.mark.parametrize("how", ["last", "closing"])  # says so, or not
-def test_a_server_that_closes_after_every_answer_is_read_from(server, lane, how):
+def test_a_server_that_closes_after_every_answer_is_read_from(server, lane, how, monkeypatch):
+    retries: list[tuple[object, ...]] = []
+    monkeypatch.setattr(direct, "emit_retry", lambda *given: retries.append(given[:2]))
     server.how = how
     for _ in range(5):
         assert read(lane) == BODY[1000:500_000]
     assert server.connections == 5
+    assert retries == [("key", 2)] * (4 if how == "closing" else 0)
 
 
 @pytest.mark.parametrize("how", ["silent", "stalled"])
-def test_a_server_that_sends_nothing_for_the_time_out_is_given_up(server, make_lane, how):
+def test_a_server_that_sends_nothing_for_the_time_out_is_given_up(
+    server, make_lane, how, monkeypatch
+):
+    turn = threading.Semaphore(1)
+    monkeypatch.setattr("dcp_objstore.stores.obstore.tls._turns.here", turn)
     lane = make_lane(lambda _key: SignedGet(server.url), timeout_seconds=0.5)
     server.how = how
     assert read(lane) is None
+    assert [turn.acquire(blocking=False), turn.acquire(blocking=False)] == [True, False]
+    turn.release()
     server.how = "right"
     assert read(lane) == BODY[1000:500_000]
+
+
+def test_a_connection_whose_handshake_fails_is_closed(monkeypatch):
+    monkeypatch.setattr(TlsSocket, "_shake_hands", Mock(side_effect=OSError("no agreement")))
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.settimeout(1)
+        with pytest.raises(OSError, match="no agreement") as kept:
+            TlsSocket(ours, ssl.create_default_context(), "host")
+        assert theirs.recv(1) == b"", kept
+
+
+def test_the_kernel_keeps_the_time_outs_of_a_connection(server, make_lane):
+    lane = make_lane(lambda _key: SignedGet(server.url), timeout_seconds=1.5)
+    socket.setdefaulttimeout(60)
+    try:
+        sock = lane.connect(server.url).sock
+    finally:
+        socket.setdefaulttimeout(None)
+    assert sock.gettimeout() is None
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        assert struct.unpack("ll", sock.getsockopt(socket.SOL_SOCKET, option, 16)) == (1, 500_000)
+    sock.close()
+
+
+def test_a_connection_goes_to_the_port_of_the_url_or_else_to_that_of_its_scheme(monkeypatch):
+    asked = Mock(side_effect=OSError("no such host"))
+    monkeypatch.setattr(socket, "getaddrinfo", asked)
+    lane = DirectLane(SignedGet, timeout_seconds=5)
+    for origin in ("http://host", "https://host", "https://host:7"):
+        with pytest.raises(OSError, match="no such host"):
+            lane.connect(origin)
+    assert [call.args[:2] for call in asked.call_args_list] == [
+        ("host", 80),
+        ("host", 443),
+        ("host", 7),
+    ]
 
 
 @pytest.mark.parametrize("how", ["paused between fields", "paused in a field"])
@@ -337,7 +409,9 @@ def test_an_answer_that_is_not_the_bytes_asked_for_is_none(server, lane, how):
     assert read(lane) == BODY[1000:500_000]
 
 
-def test_a_lane_is_left_alone_after_three_failures_in_a_row(server, lane):
+def test_a_lane_is_left_alone_after_three_failures_in_a_row(server, make_lane):
+    signed: list[str] = []
+    lane = make_lane(lambda key: signed.append(key) or SignedGet(server.url), timeout_seconds=5)
     for how in ("refused", "refused", "right", "refused", "refused", "right"):
         server.how = how
         assert (read(lane) is not None) is (how == "right")
@@ -345,6 +419,7 @@ def test_a_lane_is_left_alone_after_three_failures_in_a_row(server, lane):
     for _ in range(20):
         assert read(lane) is None
     assert len(server.seen) == 6 + 3
+    assert len(signed) == 7, "at first, and afresh after each failure"
 
 
 def test_a_url_is_signed_once_as_long_as_it_is_among_those_of_the_last_objects(monkeypatch):
@@ -402,7 +477,9 @@ def test_a_proxy_is_left_to_the_transport(server, lane, monkeypatch, whose):
     assert read(lane) == BODY[1000:500_000]
 
 
-def test_a_connection_is_not_used_again_when_its_body_was_not_read_to_the_end(server, lane):
+def test_a_connection_whose_body_was_not_read_or_is_cancelled_is_not_used_again(
+    server, lane, monkeypatch
+):
     answer = lane.ask("key", 1000, 500_000)
     assert answer is not None
     descriptor = answer.descriptor_to_poll()
@@ -411,25 +488,33 @@ def test_a_connection_is_not_used_again_when_its_body_was_not_read_to_the_end(se
     into = memoryview(bytearray(9))
     assert answer.readinto(into) == 9
     assert into == BODY[1000:1009]
-    assert answer.descriptor_to_poll() is None
+    assert answer.descriptor_to_poll() is answer.version() is None  # it has no ETag
+    answer.close()
+    assert answer.cancel(at_once=True), "nothing is left to be shut down"
+    answer = lane.ask("key", 0, 400_000)
+    assert answer is not None
+    monkeypatch.setattr(answer, "close", lambda: None)
+    assert received(lane, 0, 400_000, answer) == BODY[:400_000]
+    monkeypatch.undo()
+    answer.cancel(at_once=True)
     answer.close()
     assert read(lane) == BODY[1000:500_000]
-    assert server.connections == 2
+    assert server.connections == 3
 
 
 def test_what_was_asked_ahead_is_read_in_any_order_each_with_one_request(server, lane):
     ranges = [(0, 300_000), (300_000, 700_000), (700_000, len(BODY))]
-    asked = [lane.ask("key", *one) for one in ranges]
-    for (start, end), one in reversed(list(zip(ranges, asked, strict=True))):
-        assert one is not None
-        assert received(lane, start, end, one) == BODY[start:end]
-    assert sorted(server.seen) == sorted(f"bytes={start}-{end - 1}" for start, end in ranges)
-    assert server.connections == 3
-    assert read(lane) == BODY[1000:500_000]
-    assert server.connections == 3, "they are kept for later"
+    for times in (1, 2):
+        asked = [lane.ask("key", *one) for one in ranges]
+        for (start, end), one in reversed(list(zip(ranges, asked, strict=True))):
+            assert one is not None
+            assert received(lane, start, end, one) == BODY[start:end]
+        seen = sorted(f"bytes={start}-{end - 1}" for start, end in ranges * times)
+        assert sorted(server.seen) == seen
+        assert server.connections == 3, "they are kept for later"
 
 
-def test_nothing_is_asked_ahead_that_the_lane_does_not_read(server, make_lane):
+def test_nothing_is_asked_ahead_that_the_lane_does_not_read(server, make_lane, monkeypatch):
     def fail(_key: str) -> str:
         raise ValueError("no signature")
 
@@ -438,11 +523,20 @@ def test_nothing_is_asked_ahead_that_the_lane_does_not_read(server, make_lane):
         with pytest.raises(LaneError):
             make_lane(sign, timeout_seconds=5).ask("key", 0, 400_000)
     lane = make_lane(lambda _key: SignedGet(server.url), timeout_seconds=5)
-    assert lane.ask("key", 0, WORTHWHILE_BYTES - 1) is None
-    asked = lane.ask("key", 0, 400_000)
+    assert lane.ask("key", 0, 256 * 1024 - 1) is None
+    asked = lane.ask("key", 0, 256 * 1024)
     assert asked is not None
+    assert asked.version() is None
+    assert asked.cancel(at_once=True)
+    assert asked.descriptor_to_poll() is None
     asked.close()
     assert read(lane) == BODY[1000:500_000]
+    lane = make_lane(lambda _key: SignedGet(server.url), timeout_seconds=5)
+    connection = Mock(spec=HTTPConnection, request=Mock(side_effect=OSError))
+    monkeypatch.setattr(lane, "connect", lambda _: connection)
+    with pytest.raises(LaneError):
+        lane.ask("key", 0, 400_000)
+    connection.close.assert_called_once_with()
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
@@ -474,8 +568,7 @@ def test_plain_aws_is_read_directly_at_the_host_and_path_that_were_signed(
     with running(Server(certificate.context())) as server:
         monkeypatch.setattr(socket, "getaddrinfo", partial(_here, server.server_port))
         store = open_store("s3://a-bucket/run", options)
-        assert store.range_reading.ahead
-        assert store.range_reading.takes_gil
+        assert store.range_reading == RangeReading(True, True, memory_bytes=4 * MIB)
         assert read_range(store, "an object/ü +%.bin", 3, 500_000) == BODY[3:500_000]
     ((asked_host, asked_path),) = server.places
     assert asked_host == host
@@ -517,9 +610,11 @@ def test_a_certificate_that_is_not_valid_is_an_error_and_nothing_is_sent(
         options = {"key": "k", "secret": "s", "verify": str(trusted.path)}
         options["endpoint_url"] = f"https://127.0.0.1:{server.server_port}"
         store = open_store("s3://bucket", options, ONCE)
-        with pytest.raises(ConfigError, match="certificate is not valid"):
-            read_range(store, "key", 3, 500_000)
+        for _ in range(3):
+            with pytest.raises(ConfigError, match="certificate is not valid"):
+                read_range(store, "key", 3, 500_000)
     assert not server.seen
+    assert store.range_reading == RangeReading(memory_bytes=4 * MIB), "the lane is given up"
 
 
 class Asks:
@@ -554,11 +649,14 @@ def asks(monkeypatch: pytest.MonkeyPatch) -> Asks:
 
 
 @pytest.mark.backends("seaweed", "moto")
-def test_a_store_reads_large_ranges_directly_and_says_what_is_wrong_as_ever(bucket, asks):
+def test_a_store_reads_large_ranges_directly_and_says_what_is_wrong_as_ever(
+    bucket, asks, monkeypatch
+):
+    retries: list[tuple[object, ...]] = []
+    monkeypatch.setattr(ranges, "emit_retry", lambda *given: retries.append(given[:2]))
     bucket.put("an object/ü+%.bin", BODY)
     store = open_store(bucket.url, bucket.storage_options)
-    assert store.range_reading.ahead
-    assert not store.range_reading.takes_gil
+    assert store.range_reading == RangeReading(True, takes_gil=False, memory_bytes=4 * MIB)
     large = WORTHWHILE_BYTES + 17
     assert read_range(store, "an object/ü+%.bin", 3, 3 + large) == BODY[3 : 3 + large]
     assert (asks.over_lane, asks.of_transport) == ([(3, 3 + large)], [])
@@ -569,6 +667,7 @@ def test_a_store_reads_large_ranges_directly_and_says_what_is_wrong_as_ever(buck
     with pytest.raises(CorruptDataError):
         read_range(store, "an object/ü+%.bin", 100, len(BODY) + 1)
     assert len(asks.over_lane) == len(asks.of_transport) == 3
+    assert retries == [(f"{bucket.prefix}{key}", 2) for key in ("absent", "an object/ü+%.bin")]
 
 
 @pytest.mark.parametrize("tls", [False, True])

@@ -16,6 +16,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -29,6 +30,7 @@ from dcp_objstore.errors import (
     CorruptDataError,
     InputError,
     ObjectNotFoundError,
+    PermissionDeniedError,
     PreconditionFailedError,
     StoreFullError,
     StoreUnavailableError,
@@ -79,13 +81,15 @@ def test_our_own_names_are_no_objects(store, root):
 
 def test_a_key_below_an_object_is_refused(store):
     store.put("a", b"x")
-    with pytest.raises(InputError):
-        store.put("a/b", b"y")
+    for key in ("a/b", "a/b/c"):
+        with pytest.raises(InputError, match=r"/a' is a file, where a folder is needed"):
+            store.put(key, b"y")
     store.put("p/q", b"x")
     for precondition in (None, IfAbsent()):  # a marker's, which is not sent again and again
         with pytest.raises(InputError, match="p' is a folder"):
             store.put("p", b"y", precondition=precondition)
     assert keys(store) == ["a", "p/q"]
+    assert keys(store, "a/") == []
 
 
 def test_a_name_may_be_as_long_as_the_file_system_takes(store):
@@ -96,14 +100,14 @@ def test_a_name_may_be_as_long_as_the_file_system_takes(store):
         store.put("x" * 300, b"x")
 
 
-@pytest.mark.parametrize("target", ["loop", ".", "..", "b/y", "gone"])
+@pytest.mark.parametrize("target", ["a-loop", ".", "..", "b/y", "gone"])
 def test_links_that_lead_nowhere_or_up_are_no_objects(store, root, target):
     store.put("a/x", b"1")
     store.put("b/x", b"2")
-    (root / "loop").symlink_to(target)
+    (root / "a-loop").symlink_to(target)
     (root / "a" / "to-b").symlink_to("../b")
     (root / "b" / "to-a").symlink_to("../a")
-    assert [key for key in keys(store) if not key.startswith("loop")] == [
+    assert [key for key in keys(store) if not key.startswith("a-loop")] == [
         "a/to-b/x",
         "a/x",
         "b/to-a/x",
@@ -120,6 +124,15 @@ def test_what_is_neither_a_file_nor_a_folder_is_no_object(store, root):
             look("pipe")
 
 
+def test_a_folder_that_cannot_be_read_is_an_error_that_names_the_store(store, monkeypatch):
+    error = PermissionError(errno.EACCES, "not yours")
+    for entries in (Mock(side_effect=error), lambda _: [Mock(is_dir=Mock(side_effect=error))]):
+        monkeypatch.setattr(local, "_entries", entries)
+        with pytest.raises(PermissionDeniedError, match="not yours") as caught:
+            next(store.list())
+        assert (caught.value.object_key, caught.value.url) == (None, store.url)
+
+
 def test_an_upload_that_ends_while_it_is_listed_or_aborted_is_no_error(root, monkeypatch):
     root.mkdir()
     there, gone = (root / f".dcp-objstore.tmp.0.{name}" for name in ("there", "gone"))
@@ -128,6 +141,13 @@ def test_an_upload_that_ends_while_it_is_listed_or_aborted_is_no_error(root, mon
     uploads = open_uploads(StoreSpec(f"file://{root}"))
     (one,) = uploads.list()
     assert (one.key, one.size_bytes) == ("there", 3)
+    refuse = Mock(side_effect=PermissionError(errno.EACCES, "not yours"))
+    for name, call in (("stat", uploads.list), ("unlink", partial(uploads.abort, one))):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, name, refuse)
+            with pytest.raises(PermissionDeniedError, match="not yours") as caught:
+                call()
+        assert caught.value.url == f"file://{root}"
     uploads.abort(one)
     uploads.abort(one)
     assert names(root) == []
@@ -184,6 +204,30 @@ def test_a_call_that_takes_a_part_of_the_bytes_is_repeated_for_the_rest(store, m
         store.head("k/below")
     store.delete("k/below")
     assert keys(store) == ["c", "k"]
+
+
+def test_no_verb_leaves_a_descriptor_open(store, root, monkeypatch):
+    source = CopySource(f"{store.url}/k", 0, 4, store.put("k", b"data"))
+    os.mkfifo(root / "pipe")
+    descriptors = Path("/proc/self/fd")
+    before = len([*descriptors.iterdir()])
+    for precondition in (None, IfAbsent(), IfVersion(source.version)):
+        with suppress(PreconditionFailedError):
+            store.put("l", b"x", precondition=precondition)
+    store.copy("copy", [source], part_size_bytes=9, max_concurrency=1, moved=lambda _: None)
+    get_less = partial(store.get, max_size_bytes=1)
+    for look in (store.head, get_less, lambda key: read_range(store, key, 0, 5)):
+        for key in ("k", "pipe", "k/below", "absent"):
+            with suppress(ObjectNotFoundError, CorruptDataError):
+                look(key)
+    for results in ([OSError("of the file")], [None, OSError("of the folder")]):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", Mock(side_effect=results))
+            with pytest.raises(StoreUnavailableError, match="of the"):
+                store.put("l", b"x")
+    store.delete("l")
+    assert keys(store) == ["copy", "k"]
+    assert len([*descriptors.iterdir()]) == before
 
 
 def test_the_lock_of_a_folder_can_be_removed_by_who_has_it(store, root):
@@ -243,6 +287,9 @@ def test_a_full_disk_says_so_and_to_try_again_does_not_help(root, monkeypatch, n
         assert isinstance(caught.value, InputError)
         assert caught.value.object_key == "k"
         assert (" are free there now" in caught.value.message) == (transport == "native")
+    monkeypatch.setattr("shutil.disk_usage", refuse)
+    with pytest.raises(StoreFullError, match="quota is reached"):
+        store.put("k", b"x")
     assert names(root) == []
 
 

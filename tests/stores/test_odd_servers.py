@@ -46,7 +46,11 @@ def test_what_was_listed_before_such_a_key_comes_once(monkeypatch):
     names = [f"a{number:04}" for number in range(1001)]
     with serving(Behaviour(strays=(*names, "b//c", "d"))) as server:
         store = open_store("s3://bucket/m", server.options())
-        assert [meta.key for meta in store.list()] == [*names, "b//c", "d", "x"]
+        listed = [*names, "b//c", "d", "x"]
+        assert [meta.key for meta in store.list()] == listed
+        above = open_store("s3://bucket", server.options())
+        monkeypatch.setattr(above._clients, "ordered", False)  # type: ignore[attr-defined]
+        assert [meta.key for meta in above.list("m/")] == [f"m/{key}" for key in listed]
         monkeypatch.setattr(store, "_over_boto3", None)
         with pytest.raises(UnsupportedError, match="fsspec"):
             list(store.list())

@@ -8,6 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 
 import pytest
 
@@ -131,7 +132,7 @@ def test_a_small_write_to_a_silent_server_has_a_third_of_the_stall_time_out(
         ((10, 15, 6), 3, 10, 10),
     ],
 )
-def test_each_client_waits_as_long_as_its_use_allows(seconds, small, whole, between):
+def test_each_client_waits_as_long_as_its_use_allows(seconds, small, whole, between, monkeypatch):
     """For an answer as a whole and to connect, and for the next bytes of a read."""
     config = TransferConfig(
         request_timeout_seconds=seconds[0],
@@ -140,8 +141,14 @@ def test_each_client_waits_as_long_as_its_use_allows(seconds, small, whole, betw
         retry_timeout_seconds=44,
         max_retries=4,
     )
-    factory = ClientFactory(lambda timeouts, retries: (timeouts, retries))
-    obstore = Clients(parse_url("s3://bucket"), factory, config)
+    monkeypatch.setattr("dcp_objstore.stores.obstore.clients.DirectLane", lambda *given: given)
+    factory = ClientFactory(lambda *given: given, sign=lambda *given: given)
+    obstore = Clients(parse_url("s3://bucket"), factory, config, trust=list)
+    sign, *of_lane = obstore.lane  # type: ignore[misc]
+    assert of_lane == [between, list]
+    assert sign("k") == (obstore.get("range"), "k")
+    backoff = {"init_backoff": timedelta(seconds=1), "max_backoff": timedelta(seconds=10)}
+    retries = {"retry_timeout": timedelta(seconds=44), "backoff": {**backoff, "base": 3}}
     for use, timeout, next_bytes in (
         ("stream", whole, None),
         ("write", whole, None),
@@ -150,12 +157,13 @@ def test_each_client_waits_as_long_as_its_use_allows(seconds, small, whole, betw
         ("range", whole, between),
         ("list", small, small),
     ):
-        timeouts, retries = obstore.get(use)  # type: ignore[arg-type]
+        made = obstore.get(use)  # type: ignore[arg-type]
+        timeouts, retries_of_use = made
         expected = {"timeout": timeout, "connect_timeout": min(seconds[1], timeout)}
         expected |= {} if next_bytes is None else {"read_timeout": next_bytes}
         assert {name: value.total_seconds() for name, value in timeouts.items()} == expected
-        assert retries["max_retries"] == (4 if use == "stream" else 0)
-        assert retries["retry_timeout"].total_seconds() == 44
+        assert retries_of_use == {**retries, "max_retries": 4 if use == "stream" else 0}
+        assert obstore.get(use) is made  # type: ignore[arg-type]
     spec = StoreSpec("s3://bucket", {**KEYS, "endpoint_url": "http://127.0.0.1:1"}, config)
     for use, timeout in (("write", whole), ("small", small), ("read", between)):
         made = spec.boto3_clients().get(use).meta.config  # type: ignore[arg-type]
@@ -308,11 +316,21 @@ def test_a_listing_in_an_order_of_its_own_that_breaks_off_loses_and_repeats_no_k
     assert [meta.key for meta in store.list()] == [f"{number:04d}" for number in keys]
     assert len(server.requests) == 4
 
+    def repeat(method: str, target: str, nth: int) -> Answer:
+        status = 400 if nth > 20 else 500 if nth == 6 else 200
+        return Answer(status, {"Content-Type": "application/xml"}, make(keys[:1000], "t"))
+
+    server.answer = repeat
+    with pytest.raises(StoreUnavailableError, match="same page"):
+        list(store.list())
+
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_a_store_that_throttles_slows_the_process_down_over_each_adapter(server, adapter):
     server.answer = lambda *_: (503, {}, b"")
     store = store_over(adapter, server.endpoint_url, retries=0)
+    hidden = {verb for one, verb in HIDDEN if one == adapter}
+    assert {*store.reports_throttling} == {"copy", *VERBS} - {"put_absent"} - hidden
     assert not limiter_of(store).window.is_throttled
     with pytest.raises(StoreUnavailableError):
         store.head("k")

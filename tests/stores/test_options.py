@@ -192,7 +192,7 @@ def test_options_of_a_foreign_scheme_are_copied_without_those_of_none():
     assert checked["nested"] is not given["nested"]
     assert check_options("sftp", None) == {}
     assert check_options("sftp", {"fs": None}) == {}
-    for wrong, says in ((["host"], "mapping"), ({7: "x"}, "must be str")):
+    for wrong, says in ((["host"], "mapping"), ({"a": 1, 7: "x"}, "must be str")):
         with pytest.raises(ConfigError, match=says):
             check_options("sftp", wrong)  # type: ignore[arg-type]
 
@@ -230,7 +230,11 @@ def test_an_empty_text_is_not_taken_for_an_option_that_was_left_out(url, options
     ("url", "options", "says"),
     [
         ("s3://b", {"client_kwargs": {"aws_access_key_id": "OTHER"}}, r"key, client_kwargs\['aws_"),
-        ("s3://b", {"region": "one", "region_name": "OTHER"}, "region, region_name"),
+        (
+            "s3://b",
+            {"region": "one", "region_name": "OTHER", "client_kwargs": {"region_name": "one"}},
+            "region, region_name",
+        ),
         ("s3://b", {"use_ssl": True, "client_kwargs": {"use_ssl": False}}, "use_ssl"),
         ("gs://b", {"endpoint_url": "http://one", "base_url": "OTHER"}, "endpoint_url, base_url"),
         ("gs://b", {"requester_pays": "one", "project": "OTHER"}, "two projects"),

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from obstore.exceptions import GenericError
 
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import (
@@ -22,6 +23,9 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import retries
 from dcp_objstore.stores.admission.limiter import RETRY_BUDGET, Limiter
 from dcp_objstore.stores.errors import ErrorDetails, Failure
+from dcp_objstore.stores.obstore.clients import Clients
+from dcp_objstore.stores.obstore.direct import SignedGet
+from dcp_objstore.stores.obstore.factory import ClientFactory
 from dcp_objstore.stores.retries import (
     FIRST_PATIENCE_SECONDS,
     Requests,
@@ -250,17 +254,22 @@ def test_a_throttled_request_slows_the_process_down_and_the_error_says_so(clock)
 
 
 def test_the_answers_to_transfers_give_nothing_back_to_the_budget():
-    """Their slots note them, each once."""
-    requests = requests_to(Server(failures=0))
-    while requests.limiter.spend_retry():
-        pass
-    for verb in ("open_range", "put_stream", "copy"):
+    """Their slots note them, each once. Of a listing, obstore has the next keys already."""
+    in_slots = ("open_range", "put_stream", "copy")
+    over_obstore = clients_of(ClientFactory(lambda *_: None))
+    for requests, verbs in (
+        (requests_to(Server(failures=0)), in_slots),
+        (over_obstore, (*in_slots, "list")),
+    ):
+        while requests.limiter.spend_retry():
+            pass
+        for verb in verbs:
+            for _ in range(5):
+                requests.run(requests.tries(verb, "k"), lambda: None)
+            assert not requests.limiter.spend_retry(), verb
         for _ in range(5):
-            requests.run(requests.tries(verb, "k"), lambda: None)
-        assert not requests.limiter.spend_retry(), verb
-    for _ in range(5):
-        requests.run(requests.tries("get", "k"), lambda: None)
-    assert requests.limiter.spend_retry()
+            requests.run(requests.tries("get", "k"), lambda: None)
+        assert requests.limiter.spend_retry()
 
 
 def test_a_process_forked_after_the_first_use_is_refused(monkeypatch):
@@ -276,6 +285,10 @@ def test_a_process_forked_after_the_first_use_is_refused(monkeypatch):
 def requests_to(server: Server, **settings: Any) -> Requests:
     config = TransferConfig(**settings)
     return Requests(config, server.judge, None, StoreUrl("s3", secrets.token_hex(4), ""))
+
+
+def clients_of(factory: ClientFactory) -> Clients:
+    return Clients(StoreUrl("s3", secrets.token_hex(4), ""), factory, TransferConfig())
 
 
 def test_a_body_that_broke_off_may_be_asked_for_again_unless_it_is_no_outage(clock, monkeypatch):
@@ -310,6 +323,19 @@ def test_a_server_that_never_answered_is_given_up_before_one_that_did(clock):
     assert get() == "answer"
     server.failures = 10**9
     assert seconds_of(get, clock) > 25
+
+
+def test_what_the_direct_lane_has_seen_of_a_server_is_a_sign_of_life_too(clock):
+    def refuse() -> None:
+        raise GenericError("no\n\nDebug source: legacy::Error( Connect,")
+
+    clients = clients_of(ClientFactory(lambda *_: None, sign=lambda *_: SignedGet("")))
+    run = partial(clients.run, clients.tries("get", "k"), refuse)
+    assert seconds_of(run, clock) == pytest.approx(FIRST_PATIENCE_SECONDS)
+    assert clients.lane is not None and not clients.reached
+    clients.lane.answered = True
+    run = partial(clients.run, clients.tries("get", "k"), refuse)
+    assert seconds_of(run, clock) > 25
 
 
 @pytest.mark.parametrize(

@@ -222,15 +222,35 @@ def test_gcsfs_asks_a_server_that_says_nothing_and_one_that_refuses_once():
 
 def test_once_an_object_was_put_the_head_of_an_absent_one_is_one_request():
     def answer(method: str, target: str, nth: int) -> Answer:
-        return Answer(200, {"ETag": '"e"'}, b"") if method == "PUT" else Answer(404, {}, b"")
+        status = 200 if method == "PUT" else 404 if "absent" in target else 403
+        return Answer(status, {"ETag": '"e"'}, b"")
 
     with ScriptedServer(answer) as server:
         store = at(server.endpoint_url, ONCE)
         store.put("k", b"body")
-        del server.requests[:]
         with pytest.raises(ObjectNotFoundError):
             store.head("absent")
-    assert [method for method, *_ in server.requests] == ["HEAD"]
+        with pytest.raises(PermissionDeniedError):
+            store.head("another's")
+    assert [method for method, *_ in server.requests] == ["PUT", "HEAD", "HEAD", "GET"]
+
+
+@pytest.mark.parametrize("e_tag", ["", "&quot;done&quot;"])
+def test_a_version_that_the_end_of_an_upload_leaves_out_is_asked_for(e_tag):
+    """Ceph's gateway completes an upload without an ETag."""
+    done = f"<CompleteMultipartUploadResult><ETag>{e_tag}</ETag></CompleteMultipartUploadResult>"
+
+    def answer(method: str, target: str, nth: int) -> Answer:
+        body = BEGUN[1] if "uploads" in target else done.encode() if method == "POST" else b""
+        headers = {"ETag": '"e"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+        return Answer(200, headers, body)
+
+    with ScriptedServer(answer) as server:
+        store = at(server.endpoint_url)
+        version = store.put_stream("k", iter([b"x"]), part_size_bytes=5 * MIB, max_concurrency=1)
+    assert version == Version('"done"' if e_tag else '"e"')
+    heads = [] if e_tag else ["HEAD"]
+    assert [method for method, *_ in server.requests] == ["POST", "PUT", "POST", *heads]
 
 
 PAGE = b"<html><body>Welcome</body></html>"
@@ -305,6 +325,23 @@ def test_only_the_first_empty_listing_asks_whether_there_is_a_store(bucket):
         assert list(store.list()) == []
         assert list(store.list()) == []
         assert [asked.method for asked in proxy.asked] == ["GET", "HEAD", "GET", "GET", "GET"]
+
+
+@pytest.mark.parametrize("code", ["NoSuchKey", ""])
+def test_an_error_code_shows_that_there_is_a_store(code):
+    def answer(method: str, _target: str, nth: int) -> Answer:
+        if nth == 1:
+            return Answer(404, {}, f"<Error><Code>{code}</Code></Error>".encode() * bool(code))
+        status = 404 if method == "HEAD" else 200
+        return Answer(status, {"Content-Type": "application/xml"}, b"<ListBucketResult/>")
+
+    with Scripted(answer) as server:
+        store = server.store()
+        with pytest.raises(ObjectNotFoundError):
+            store.get("k", max_size_bytes=9)
+        assert list(store.list()) == []
+        asks_for_store = [] if code else ["HEAD"]
+        assert [row[0] for row in server.requests] == ["GET", "GET", *asks_for_store, "GET"]
 
 
 LISTING = b"""<ListBucketResult><Name>bucket</Name><KeyCount>1</KeyCount><MaxKeys>1000</MaxKeys>

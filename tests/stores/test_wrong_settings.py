@@ -14,7 +14,7 @@ import dcp_objstore as dos
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.endpoint import server_url
+from dcp_objstore.stores.endpoint import server_url, tls_context
 from dcp_objstore.stores.options import parse
 from dcp_objstore.stores.s3.endpoint import s3_checksum
 from dcp_objstore.stores.s3.options import S3Options
@@ -207,6 +207,13 @@ def test_every_endpoint_that_there_can_be_is_taken():
         "host/a%20b",
     ):
         assert server_url(f"http://{place}", use_ssl=True) == f"http://{place}"
+
+
+def test_certificates_that_cannot_be_read_are_a_wrong_setting(tmp_path):
+    (tmp_path / "ca.pem").write_text("no certificate")
+    for name in ("nowhere", "ca.pem"):
+        with pytest.raises(ConfigError, match="'verify' cannot be read"):
+            tls_context(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("transport", ["native", "boto3"])

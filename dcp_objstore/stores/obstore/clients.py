@@ -14,7 +14,7 @@ from urllib.request import Request
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, CredentialsError, StoreUnavailableError
 from dcp_objstore.stores.admission.limiter import HIDDEN_PAUSE_SECONDS
-from dcp_objstore.stores.credentials import Credentials
+from dcp_objstore.stores.credentials import ANONYMOUS, Credentials
 from dcp_objstore.stores.endpoint import answer_to
 from dcp_objstore.stores.errors import Failure
 from dcp_objstore.stores.obstore.direct import DirectLane
@@ -69,7 +69,7 @@ class Clients(Requests):
         config: TransferConfig,
         *,
         trust: Callable[[], ssl.SSLContext] = ssl.create_default_context,
-        credentials: Credentials | None = None,
+        credentials: Credentials = ANONYMOUS,
     ) -> None:
         """Keep the arguments. A client is made when it is first used."""
         super().__init__(config, judge_obstore, factory.endpoint_url, url)
@@ -159,12 +159,11 @@ class Clients(Requests):
 
         If there are no others, `renew` raises the error that says so.
         """
-        credentials = self._credentials
-        if credentials is None or credentials.anonymous:
+        if self._credentials.anonymous:
             return False
         why = refusal_of(error)
         # If credentials are given once and never renewed, an unknown key is wrong, not too old.
-        is_given_once = credentials.renew is None
+        is_given_once = self._credentials.renew is None
         return why is not None and not (why == "unknown key" and is_given_once)
 
     def renew(self, error: Exception, renewals_before: int | None = None) -> None:
@@ -178,13 +177,13 @@ class Clients(Requests):
         Raises:
             CredentialsError: there are no others.
         """
-        credentials = self._credentials
-        if credentials is None or credentials.renew is None:
+        renew = self._credentials.renew
+        if renew is None:
             raise self._refused_error(error, "they cannot be refreshed from here") from error
         with self._lock:
             if renewals_before not in (None, self._renewal_count):
                 return  # another thread has renewed them since the request was made
-            credentials.renew()
+            renew()
             self._renewal_count += 1
             self._clients_by_use.clear()  # a client of obstore keeps its credentials
             self.lane = self._new_lane()  # the old lane keeps requests that are signed with them
@@ -196,14 +195,13 @@ class Clients(Requests):
             error: the refusal.
             why: the reason why no others will do, in words.
         """
-        credentials = self._credentials or Credentials("unknown")
         # Only this code says for certain that they were valid once.
         have_expired = refusal_of(error) == "expired"
         accepts = "no longer accepts" if have_expired else "does not, or no longer, accept"
         return CredentialsError(
-            f"the store {accepts} the credentials (source: {credentials.source}), and {why}:"
+            f"the store {accepts} the credentials (source: {self._credentials.source}), and {why}:"
             f" {judge_obstore(error).details.text}",
-            advice=f"pass new ones, {credentials.advice}",
+            advice=f"pass new ones, {self._credentials.advice}",
         )
 
     def run(self, tries: Tries, request: Callable[[], T], *, repeatable: bool = True) -> T:

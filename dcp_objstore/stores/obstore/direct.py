@@ -173,8 +173,7 @@ class DirectLane:
     def _signed_get(self, path: str) -> SignedGet:
         """Return the signed GET of an object: the last one while it is valid, else a new one."""
         now = time.monotonic()
-        with self._lock:
-            known = self._signed.get(path)
+        known = self._signed.get(path)
         if known is not None and now < known.until:
             return known
         signed = self._sign(path)  # not under the lock: it may have to ask for a token
@@ -285,7 +284,7 @@ class DirectAnswer(Answer):
         try:
             if self._answer is None:
                 self._answer = self._read_head()
-            count = self._receive(into)
+            count = self._receive(self._answer, into)
         except Exception as error:
             if isinstance(error, LaneError) and error.status is not None:
                 raise  # the store is throttling, and would answer obstore in the same way
@@ -330,7 +329,7 @@ class DirectAnswer(Answer):
         """Read the answer's head; if an idle connection was lost, ask once more over a new one."""
         try:
             answer = self._respond()
-        except (http.client.RemoteDisconnected, ConnectionError) as error:
+        except ConnectionError as error:
             if self._is_new or self._cancelled:
                 raise
             # Most likely, the server closed the connection while it was idle.
@@ -352,7 +351,7 @@ class DirectAnswer(Answer):
             raise LaneError("cancelled")
         return self._connection.getresponse()
 
-    def _receive(self, into: memoryview) -> int:
+    def _receive(self, answer: http.client.HTTPResponse, into: memoryview) -> int:
         """Receive some bytes of the body to the front of `into`; return how many.
 
         The bytes that `http.client` received with the head come first, then those of the socket.
@@ -362,8 +361,7 @@ class DirectAnswer(Answer):
             into[: len(some)] = some
             self._body_ahead = self._body_ahead[len(some) :]
             return len(some)
-        answer = self._answer
-        if answer is not None and answer.chunked:
+        if answer.chunked:
             count = answer.readinto(into)  # it takes the chunks apart
         else:
             count = self._socket.recv_into(into, 0, socket.MSG_WAITALL)

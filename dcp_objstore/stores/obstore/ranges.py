@@ -131,8 +131,7 @@ def _chunks(answer: Any, start: int, end: int) -> Iterator[Buffer]:
     chunks = iter(answer.stream(min_chunk_size=_CHUNK_BYTES))
     while received_bytes < end - start and (chunk := next(chunks, None)) is not None:
         received_bytes += len(memoryview(chunk))
-        if received_bytes > end - start:
-            break  # `check_length` raises below
-        yield chunk
+        if received_bytes <= end - start:  # otherwise `check_length` raises below
+            yield chunk
         del chunk  # so that its memory is free before the next chunk is gathered
     check_length(received_bytes, start, end)

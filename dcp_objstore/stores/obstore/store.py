@@ -188,8 +188,7 @@ class ObstoreStore(BaseStore[str]):
             if failure.may_pass and is_final and not source.left_parts:
                 # The caller may send the whole object again.
                 raise errors.UploadLostError(translated.message) from error
-            is_refusal = isinstance(translated, errors.CredentialsError)
-            if is_refusal and self._clients.were_refused(error):
+            if self._clients.were_refused(error):
                 # The buffers are gone, so the upload cannot be sent again here; the next one asks
                 # for fresh credentials.
                 self._clients.renew(error)
@@ -247,8 +246,8 @@ class ObstoreStore(BaseStore[str]):
             except Exception as error:
                 if is_unreadable(error):
                     return self._boto3_store_for(error).head(place.removeprefix(self._root))
-                status, code = http_code(error)
-                if status not in UNCLEAR_IN_HEAD or code is not None:
+                status, _ = http_code(error)
+                if status not in UNCLEAR_IN_HEAD:
                     raise
                 # An object was put before, so the bucket is there and the key is missing.
                 if status == http.client.NOT_FOUND and self._clients.has_put:
@@ -286,7 +285,7 @@ class ObstoreStore(BaseStore[str]):
     def _list_pages(self, folder: str) -> Iterator[ObjectMeta]:
         """List over obstore, page by page."""
         prefix = (self._root + folder).rstrip("/")
-        pages = _Pages(self._clients, prefix or None)
+        pages = _Pages(self._clients, prefix)
         while page := self._next_page(pages):
             for meta in page:
                 if self._url.scheme == "az":  # obstore drops the quotes of the ETag there
@@ -364,7 +363,7 @@ class _Pages:
     not listed yet. So the new listing begins at its start, and keys that came before are left out.
     """
 
-    def __init__(self, clients: Clients, prefix: str | None) -> None:
+    def __init__(self, clients: Clients, prefix: str) -> None:
         self._clients = clients
         self._prefix = prefix
         self._listing: Iterator[Any] | None = None  # None: it has to be begun, or begun again

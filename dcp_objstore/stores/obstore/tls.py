@@ -78,19 +78,19 @@ class TlsSocket(socket.socket):
         self._tls.write(data)
         self._send(flags)
 
-    def recv_into(self, buffer: Buffer, nbytes: int = 0, flags: int = 0) -> int:
+    def recv_into(self, buffer: Buffer, nbytes: int = 0, flags: int = 0) -> int:  # noqa: ARG002
         """Receive and decrypt.
 
         Args:
-            buffer: writable bytes.
-            nbytes: the number of bytes; 0 for as many as `buffer` has room for.
+            buffer: writable bytes, to be filled.
+            nbytes: 0. Only as many bytes as `buffer` has room for can be asked for.
             flags: `MSG_WAITALL`, to receive all of them.
 
         Returns:
             How many bytes were received. With `MSG_WAITALL`, fewer mean that the connection was
             closed or lost, or was silent for the time-out.
         """
-        into, done, read = memoryview(buffer)[: nbytes or None], 0, self._tls.read
+        into, done, read = memoryview(buffer), 0, self._tls.read
         with _turns.here:
             try:
                 while True:
