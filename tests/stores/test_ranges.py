@@ -22,7 +22,7 @@ from dcp_objstore.errors import (
     PreconditionFailedError,
     StoreUnavailableError,
 )
-from dcp_objstore.stores import ObjectStore, Version, open_store
+from dcp_objstore.stores import IfVersion, ObjectStore, Version, open_store
 from dcp_objstore.stores.protocol import Capabilities
 from dcp_objstore.stores.ranges import (
     FETCHED_READING,
@@ -436,6 +436,18 @@ READS: dict[str, Callable[[ObjectStore], object]] = {
 def test_states_are_the_same_by_their_etags_or_else_by_their_versions(first, second, is_same):
     assert is_same_state(first, second) is is_same
     assert is_same_state(second, first) is is_same
+
+
+def test_a_version_is_read_and_sent_as_servers_write_it():
+    for e_tag, version, expected in (
+        (None, None, Version()),
+        ("", "null", Version()),
+        ("a", "1", Version('"a"', "1")),
+        ('"a"', None, Version('"a"')),
+    ):
+        assert Version.of(e_tag, version) == expected
+    for e_tag, bare, sent in ((None, True, None), ('W/"a"', False, '"a"'), ('"a"', True, "a")):
+        assert IfVersion(Version(e_tag), bare).e_tag == sent
 
 
 def test_whatever_told_the_state_of_an_object_first_no_verb_takes_another():
