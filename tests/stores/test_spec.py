@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import pickle
 import subprocess
 import sys
@@ -47,20 +46,6 @@ NESTED: dict[str, object] = {
         "region_name": "eu-west-3",
     }
 }
-NO_CREDENTIALS = {
-    "AWS_EC2_METADATA_DISABLED": "true",
-    "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent",
-    "AWS_CONFIG_FILE": "/nonexistent",
-}
-
-
-@pytest.fixture
-def no_aws(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("AWS_"):
-            monkeypatch.delenv(name)
-    for name, value in NO_CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.parametrize("options", [OPTIONS, NESTED])
@@ -78,22 +63,6 @@ def test_no_secret_is_shown_or_pickled(options):
     assert back.stripped
 
 
-def test_a_gcs_token_is_a_secret_and_a_method_is_not():
-    spec = StoreSpec("gs://bucket", {"token": SECRETS[0]})
-    assert SECRETS[0] not in repr(spec)
-    assert SECRETS[0].encode() not in pickle.dumps(spec)
-    assert pickle.loads(pickle.dumps(StoreSpec("gs://b", {"token": "anon"}))).stripped == ()
-
-
-def test_multiprocessing_carries_the_credentials():
-    spec = StoreSpec("s3://bucket/x", OPTIONS)
-    buffer = io.BytesIO()
-    ForkingPickler(buffer, 5).dump({"deep": [spec]})
-    back = pickle.loads(buffer.getvalue())["deep"][0]
-    assert back == spec
-    assert back.storage_options == OPTIONS
-
-
 def test_a_copy_keeps_the_credentials():
     spec = StoreSpec("s3://bucket/x", OPTIONS)
     for other in (copy.copy(spec), copy.deepcopy({"a": spec})["a"], spec.at("s3://bucket/y")):
@@ -108,7 +77,7 @@ def test_a_spec_keeps_its_options_when_the_callers_mapping_changes():
     assert spec.storage_options == {"client_kwargs": {"region_name": "r"}, "anon": True}
 
 
-def test_clients_are_shared_by_specs_that_agree(no_aws):
+def test_clients_are_shared_by_specs_that_agree():
     clients = StoreSpec.boto3_clients
     spec = StoreSpec("s3://bucket/x", OPTIONS)
     assert clients(spec) is clients(StoreSpec("s3://bucket/y", dict(OPTIONS)))
@@ -271,16 +240,6 @@ def test_a_forked_child_raises_and_does_not_hang(bucket):
     subprocess.run(command, check=True, timeout=100)
 
 
-def test_a_file_store_works_in_a_forked_child(tmp_path):
-    store = open_store(f"file://{tmp_path}/s")
-    store.put("k", b"parent")
-    if not (child := os.fork()):
-        store.put("k", b"child")
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert store.get("k", max_size_bytes=9)[0] == b"child"
-
-
 # --- the transport
 
 
@@ -429,11 +388,12 @@ def test_a_filesystem_as_a_whole_is_a_secret():
 def test_multiprocessing_carries_filesystem_and_options():
     fs = LoggingIn(name="me", passphrase=SECRET)
     for options in ({"fs": fs}, {"name": "me", "passphrase": SECRET}):
-        buffer = io.BytesIO()
-        ForkingPickler(buffer, 5).dump(StoreSpec("logging-in://x", options))
-        back = pickle.loads(buffer.getvalue())
+        spec, buffer = StoreSpec("logging-in://x", options), io.BytesIO()
+        ForkingPickler(buffer, 5).dump({"deep": [spec]})
+        back = pickle.loads(buffer.getvalue())["deep"][0]
         back.open().put("k", b"x")
         assert back.storage_options == options
+        assert back == spec or "fs" in options  # a copy of it is another one
 
 
 def test_a_filesystem_that_takes_no_other_options_gets_none_and_keeps_no_listings():
