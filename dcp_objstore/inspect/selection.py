@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -65,7 +67,7 @@ def _hint(keys: Collection[str], pattern: str) -> str:
     below = sum(key.startswith(f"{pattern}.") for key in keys)
     if below:
         return f"; '{pattern}.*' matches {below}"
-    stem = _WILDCARDS.split(pattern, maxsplit=1)[0].rstrip(".") or pattern
+    stem = _WILDCARDS.split(pattern)[0].rstrip(".") or pattern
     # For `modl.*` the nearest name is not a whole key but the beginning of keys: `model`.
     heads = dict.fromkeys(".".join(key.split(".")[: stem.count(".") + 1]) for key in keys)
     near = nearest(stem, [*(keys if stem == pattern else ()), *heads])
@@ -117,18 +119,15 @@ def box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, list[int]]:
 
 def _integer(part: Any) -> int:
     """Return an index as an int; raise IndexError if it is not an integer."""
-    as_index: Callable[[], int] | None = getattr(part, "__index__", None)
     # torch treats a tensor with one truth value as a mask, although it converts to 0 or 1.
     is_bool = isinstance(part, bool | np.bool_) or str(getattr(part, "dtype", "")) == "torch.bool"
-    if is_bool or as_index is None:
-        raise IndexError(
-            f"only integers, slices and Ellipsis select a part, got a {type(part).__name__}; read"
-            " the tensor first for anything else"
-        )
-    try:
-        return as_index()
-    except TypeError as error:  # an array of several elements, or of floats
-        raise IndexError(f"only integers, slices and Ellipsis select a part: {error}") from error
+    if not is_bool:
+        with suppress(TypeError):  # no number, or an array of several elements or of floats
+            return operator.index(part)
+    raise IndexError(
+        f"only integers, slices and Ellipsis select a part, got a {type(part).__name__}; read the"
+        " tensor first for anything else"
+    )
 
 
 def nested(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import pickle
@@ -10,6 +11,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from torch.distributed.checkpoint._extension import (
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_objstore as dos
+from dcp_objstore.compat import transforms
 from dcp_objstore.compat.transforms import FRAMING_SIZE_BYTES, check_transforms, undo
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -157,8 +160,17 @@ def test_an_item_that_cannot_be_undone_does_not_stop_the_others(tmp_path):
 
 @pytest.mark.parametrize("name", ["stream.zstd/2", "stream.zstd", "stream.zstd/", "zstd/1", ""])
 def test_other_versions_and_names_of_zstd_are_not_guessed_at(name):
-    with pytest.raises(UnsupportedError):
-        check_transforms([name], "w")
+    with pytest.raises(UnsupportedError) as caught:
+        check_transforms([*ZSTD, name], "w")
+    assert caught.value.key == "w"
+
+
+def test_python_3_14_and_later_have_zstd_themselves(monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    for version, has_zstd in (((3, 13, 9), False), ((3, 14, 0), True)):
+        monkeypatch.setattr(transforms, "sys", SimpleNamespace(version_info=version))
+        with contextlib.nullcontext() if has_zstd else pytest.raises(UnsupportedError):
+            check_transforms(["stream.zstd/1.5"], "w")
 
 
 def test_frames_follow_each_other_as_pyzstd_ends_one_at_every_flush():

@@ -138,7 +138,9 @@ def test_what_is_just_within_its_limits_is_read():
         p.mapped({p.text("w"): tensor}),
         p.mapped({p.index(p.text("w"), zeros): info}),
         p.mapped({p.text("w"): planner}),
-    )
+        p.made(p.METADATA, "StorageMeta", modules=p.listed(), checkpoint_id=p.call(
+            "pathlib", "PurePosixPath", *[p.text("a")] * 1000)),
+    )  # fmt: skip
     same(decode_metadata(body), unpickled(body))
     # A key of 17 parts, and 100 marks, of which one is open around what is dropped.
     key = p.mapped({p.tupled(*[p.NONE] * 16): p.NONE})
@@ -146,6 +148,20 @@ def test_what_is_just_within_its_limits_is_read():
         decode_metadata(p.metadata(mcore_data=dropped))
     with pytest.raises(CheckpointCorruptError, match="marks"):
         decode_metadata(p.metadata(mcore_data=b"](" * 100 + b"e" * 100))
+
+
+def test_a_body_has_an_entry_for_each_four_bytes_at_most():
+    def with_modules(count: int) -> bytes:
+        modules = b"](" + p.text("m") + b"q\1" + b"h\1" * (count - 1) + b"e"
+        path = p.tupled(*[p.text("w")] * 3)  # counts as two
+        meta = p.made(p.METADATA, "StorageMeta", modules=modules)
+        return p.metadata(planner=p.mapped({p.text("w"): path}), meta=meta)
+
+    # A tensor, its chunk and the place of that are entries, too.
+    least = next(n for n in range(1, 1000) if n + 5 > len(with_modules(n)) // 4)
+    assert len(decode_metadata(with_modules(least - 1)).storage_meta.modules) == least - 1
+    with pytest.raises(CheckpointCorruptError, match="repeats its entries"):
+        decode_metadata(with_modules(least))
 
 
 def shared(value: bytes, uses: int) -> bytes:

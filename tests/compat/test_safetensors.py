@@ -42,8 +42,9 @@ def test_of_several_files_those_count_that_transformers_would_read(memory):
     put(memory, adapter_model=one)
     assert int(dos.open(memory)["w"].read()) == 0
     put(memory, consolidated=two)
-    with pytest.raises(InputError, match=r"adapter_model.*, consolidated"):
+    with pytest.raises(InputError, match=r"adapter_model.*, consolidated") as caught:
         dos.open(memory)
+    assert caught.value.url == memory
     index = {"weight_map": {"w": "consolidated.safetensors"}}
     store = open_store(memory)
     store.put("model.safetensors.index.json", json.dumps(index).encode())
@@ -202,6 +203,8 @@ def test_bad_input_gets_one_clear_error_and_leaves_nothing(tmp_path, text):
             load()
         assert type(caught.value) is (UnsupportedError if is_unknown else CheckpointCorruptError)
         assert text in str(caught.value) or (is_unknown and load is loads[2])
+        assert is_unknown or caught.value.object_key
+        assert load is loads[2] or is_unknown or caught.value.url == tmp_path.as_uri()
         if text == "it has not":
             assert (caught.value.key, caught.value.object_key) == ("v", "1.safetensors")
     assert not state["w"].any()

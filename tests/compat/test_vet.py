@@ -157,6 +157,9 @@ def test_a_value_with_an_unknown_part_is_not_taken_for_harmless(name):
 def test_a_value_is_known_only_alone_and_in_the_protocol_of_torch():
     assert is_known(DELTA)
     assert not is_known(DELTA + p.NONE)
+    for length in (1023, 1024):  # of a module's name
+        named = p.listed(DELTA, b"c" + b"m" * length + b"\nn\n")
+        assert is_known(named) is (length == 1023)
     for protocol in (b"", b"\x80\x03", b"\x80\x04"):
         assert not vet(h.archive(protocol + DELTA + b"."))
 
@@ -204,8 +207,12 @@ def test_an_archive_that_torch_does_not_write_is_refused_before_torch_sees_it(na
         (5_000, lambda n: b"](" * n + b"e" * n),
         (64, lambda n: b")" + b"\x85" * n),
         (64, lambda n: b"}" + p.number(1 << (n - 1)) + b"Ns"),
+        (9, lambda n: b"Nr" + n.to_bytes(4, "little")),
+        # Where the parts, times their uses, are 1000 and 16 times the bytes of the pickle.
+        (2167, lambda n: b"}(" + p.NONE * n + b"tq\0Ns" + b"h\0Ns" * 16),
+        (380, lambda n: b"cm\nn\nq\1(" + p.NONE * n + b"tq\2R" + b"h\1h\2R" * 4),
     ],
-    ids=["classes", "marks", "nested tuples", "bits of a key"],
+    ids=["classes", "marks", "nested tuples", "bits of a key", "memo", "keys", "calls"],
 )
 def test_each_limit_is_where_it_is_said_to_be(limit, build):
     assert passes(build(limit))

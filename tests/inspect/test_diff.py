@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import dcp_objstore as dos
 from dcp_objstore.errors import StateMismatchError, UnsupportedError, UntrustedPickleError
 from dcp_objstore.inspect import compare, slabs
+from dcp_objstore.observe.bar import Bar
 from tests.support.ranks import run_ranks
 from tests.support.states import seeded
 
@@ -149,6 +150,21 @@ def test_a_checkpoint_of_stock_torch_is_read_once_and_compared(
     report = dos.diff(stock, saved("other", other))
     assert [tensor.key for tensor in report.tensors] == ["model.w"]
     assert [(value.value, value.other_value) for value in report.values] == [(7, 9)]
+
+
+def test_a_bar_counts_the_bytes_of_both_on_a_terminal_alone(tmp_path, saved, monkeypatch):
+    dcp.save(state(), checkpoint_id=tmp_path / "stock")
+    urls = saved("ours", state()), (tmp_path / "stock").as_uri()
+    bytes_of_both = 2 * (600 + 1) * 50 * 4
+    for is_seen, progress in ((True, True), (True, False), (False, True)):
+        sums: Counter[str] = Counter()
+        monkeypatch.setattr(Bar, "is_seen", staticmethod(lambda seen=is_seen: seen))
+        monkeypatch.setattr(Bar, "begin", lambda _, number, sums=sums: sums.update(begin=number))
+        monkeypatch.setattr(Bar, "advance", lambda _, number, sums=sums: sums.update(seen=number))
+        monkeypatch.setattr(Bar, "flush", lambda _, sums=sums: sums.update(flush=1))
+        dos.diff(*urls, progress=progress)
+        assert sums["begin"] == (bytes_of_both if is_seen and progress else 0)
+        assert (sums["seen"], sums["flush"]) == (bytes_of_both, 1)
 
 
 @pytest.mark.filterwarnings("ignore:.*trust_pickle")

@@ -23,6 +23,7 @@ from dcp_objstore.errors import (
     CheckpointGoneError,
     CheckpointNotFoundError,
     ConfigError,
+    DcpObjstoreError,
     StateMismatchError,
     UnsupportedError,
     UntrustedPickleError,
@@ -294,14 +295,28 @@ def test_a_metadata_that_claims_far_more_than_its_objects_have_is_refused(tmp_pa
         for key, body in hostile.foreign(pickles.metadata(items, places)).items():
             (tmp_path / key).write_bytes(body)
 
-    put(2**34 + 1)
-    opened = dos.open(tmp_path.as_uri())
-    with pytest.raises(CheckpointCorruptError, match="claims tensors") as caught:
-        opened.read()
-    assert caught.value.url == tmp_path.as_uri()
+    # 64 GiB are believed; more must be at most a thousand times what is stored.
+    url, rows = tmp_path.as_uri(), 17_500_000_000
+    for elements, stored_bytes, is_refused in (
+        (2**34, 1000, False),
+        (2**34 + 1, 1000, True),
+        (rows, rows * 4 // 1000, False),
+        (rows, rows * 4 // 1000 - 1, True),
+    ):
+        put(elements)
+        with (tmp_path / "__0_0.distcp").open("r+b") as file:
+            file.truncate(stored_bytes)
+        opened = dos.open(url)
+        with pytest.raises(DcpObjstoreError) as caught:
+            opened.read(device="meta")
+        assert ("claims tensors" in str(caught.value)) is is_refused
+    assert caught.value.url == url
+    with pytest.raises(CheckpointCorruptError, match="claims tensors"):
+        dos.diff(url, url)
     (tmp_path / "__0_0.distcp").unlink()
-    with pytest.raises(CheckpointCorruptError, match="__0_0"):
+    with pytest.raises(CheckpointCorruptError, match="__0_0") as missing:
         opened.read()
+    assert missing.value.url == url
 
 
 class OpenedError(Exception):

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 import dcp_objstore as dos
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, UnsupportedError
+from dcp_objstore.inspect.fill import new_tensor, new_tensors
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.stores import StoreSpec
 from tests.support.states import same_bits, seeded
@@ -134,6 +135,40 @@ def test_tensors_are_made_on_the_device_that_was_asked_for():
     for device in ("gpu", "cuda:x", absent, object(), None):
         with pytest.raises(ConfigError, match="device"):
             ckpt.read("w", device=device)
+
+
+def test_memory_that_is_not_there_is_said_with_the_key_and_by_a_gpu_itself(monkeypatch):
+    empty = torch.empty
+    for error in (MemoryError(), RuntimeError("none")):
+
+        def allocate(shape: Any, error: Exception = error, **settings: Any) -> torch.Tensor:
+            if shape != 0:
+                raise error
+            return empty(0, **settings)
+
+        monkeypatch.setattr(torch, "empty", allocate)
+        with pytest.raises(UnsupportedError, match="no memory") as caught:
+            new_tensor("w", (3,), torch.int8, "cpu")
+        assert caught.value.key == "w"
+        with pytest.raises(type(error)):
+            new_tensor("w", (3,), torch.int8, "meta")
+    with pytest.raises(UnsupportedError, match="no memory for 3 bytes"):
+        new_tensors([((3,), torch.int8)])
+    for error in (RuntimeError(), TypeError(), ValueError(), AssertionError(), ImportError()):
+
+        def no_device(_: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(torch, "device", no_device)
+        with pytest.raises(ConfigError, match="device"):
+            new_tensor("w", (3,), torch.int8, "cpu")
+
+
+def test_tensors_in_one_piece_begin_at_whole_cache_lines():
+    wanted = [((3,), torch.int8), ((2, 2), torch.float64), ((5,), torch.bool)]
+    made = new_tensors(wanted)
+    assert [(tensor.shape, tensor.dtype) for tensor in made] == wanted
+    assert [tensor.data_ptr() - made[0].data_ptr() for tensor in made] == [0, 64, 128]
 
 
 def test_a_tensor_whose_chunks_leave_rows_out_is_refused_not_made_up(tmp_path):

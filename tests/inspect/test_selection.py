@@ -33,7 +33,8 @@ def test_patterns_match_whole_keys_and_keep_their_order():
         ("model", r"'model\.\*' matches 3"),
         ("model.a.wieght", r"nearest: model\.a\.weight"),
         ("model.a.wieght*", r"nearest: model\.a\.weight"),
-        ("modl.*", "nearest: model, Model"),
+        ("[m]odel.a.wieght", r"nearest: model\.a\.weight"),
+        ("modl.*", r"nearest: model, Model\)"),
         ("model.c", "no key matches"),
         ("b*", "no key matches"),
     ],
@@ -81,11 +82,12 @@ def test_an_index_selects_what_it_selects_of_a_tensor(drawn):
 
 
 def test_arrays_and_steps_are_no_part():
-    arrays = (np.array([0, 1]), torch.tensor([0.5]), torch.tensor(True), np.True_)
+    arrays = (np.array([0, 1]), torch.tensor([0.5]), torch.tensor(True), np.True_, True)
     for index in (*arrays, (..., np.array([1, 2])), slice(0, 4, -1)):
         with pytest.raises(IndexError):
             box_of(index, (4, 4))
     assert box_of((np.int64(1), torch.tensor(2)), (4, 4)) == (Box((1, 2), (1, 1)), [])
+    assert box_of(slice(1, 3, 1), (4, 4)) == (Box((1, 0), (2, 4)), [2, 4])
 
 
 def test_places_become_dicts_and_lists_again():
@@ -109,6 +111,7 @@ def test_places_become_dicts_and_lists_again():
     "places",
     [
         {"x": ("a", 100_002), "y": ("b",)},
+        {"x": ("a", 60_000), "y": ("b", 60_000)},
         {"x": ("a", -1), "y": ("b",)},
         {"x": ("a",), "y": ("a",)},
         {"x": ("a",), "y": ("a", "b")},
@@ -120,8 +123,9 @@ def test_places_become_dicts_and_lists_again():
     ids=str,
 )
 def test_places_that_cannot_be_are_refused(places):
-    with pytest.raises(CheckpointCorruptError, match="impossible place"):
+    with pytest.raises(CheckpointCorruptError, match="impossible place") as caught:
         nested({"x": 1, "y": 2}, places)
+    assert caught.value.key in places
 
 
 def test_the_modules_of_a_checkpoint_are_a_tree_by_the_dots_in_its_keys(tmp_path):

@@ -113,8 +113,20 @@ def test_marker_and_index_of_an_opened_checkpoint_are_read_again(tmp_path, name)
     (path,) = place.glob(name)
     flip(path)
     for quick in (True, False):
-        (damage,) = ckpt.verify(quick=quick).damaged
+        report = ckpt.verify(quick=quick)
+        (damage,) = report.damaged
         assert (damage.what, damage.object_key) == ("unreadable", path.name)
+        assert damage.text.startswith(f"{path.name}: ")
+        assert report == dos.reports.VerifyReport(
+            url=ckpt.url,
+            commit_id=None,
+            objects=0,
+            blocks=0,
+            total_bytes=0,
+            quick=quick,
+            deep=False,
+            damaged=(damage,),
+        )
     path.unlink()
     if name == "_COMMIT":
         with pytest.raises(CheckpointGoneError, match="deleted"):

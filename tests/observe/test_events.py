@@ -591,6 +591,11 @@ def test_bars_are_drawn_from_the_events_on_a_terminal_alone(monkeypatch):
         assert ("24.0M" in text) == shown
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
     dos.save(state(), url, config=CONFIG, overwrite=True, progress=False)
+    opened = dos.open(url)
+    opened.verify(progress=False)
+    opened.read(progress=False)
+    for entry in opened.values():
+        entry.read()
     assert screen.getvalue() == ""
 
 

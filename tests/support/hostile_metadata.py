@@ -264,6 +264,9 @@ DAMAGED: dict[str, bytes] = {
     "checkpoint_id of numbers": p.metadata(
         meta=p.made(p.METADATA, "StorageMeta", checkpoint_id=p.call(
             "pathlib", "PosixPath", p.number(1)))),
+    "checkpoint_id of 1001 parts": p.metadata(
+        meta=p.made(p.METADATA, "StorageMeta", checkpoint_id=p.call(
+            "pathlib", "PosixPath", *[p.text("a")] * 1001))),
     "modules is a dictionary": p.metadata(
         meta=p.made(p.METADATA, "StorageMeta", modules=p.mapped({}))),
     "modules are numbers": p.metadata(
