@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -61,15 +62,22 @@ def test_values_that_are_too_large_to_print_are_named_by_their_type(urls, capsys
         deep = [deep]
     values = {"repeated": repeated, "deep": (deep,), "number": (10**5000,), "keys": ({(1, 2): 3},)}
     others = {"lines": torch.eye(2), "fits": "x" * 53, "long": "x" * 54, "code": None}
+    # Of 200 parts and of 201, with the list or the mapping itself.
+    limits: dict[str, object] = {"most": [0] * 199, "more": [0] * 200}
+    limits |= {"even": dict.fromkeys(range(99)), "odd": dict.fromkeys(range(100))}
+    for name, kind in (("sets", frozenset), ("queues", deque)):
+        limits[name] = kind(range(200))
     differences = tuple(
         dos.reports.ValueDifference(key=key, is_known=key != "code", value=value, other_value=1)
-        for key, value in {**values, **others}.items()
+        for key, value in {**values, **others, **limits}.items()
     )
     report = dataclasses.replace(dos.diff(*urls), values=differences)
     monkeypatch.setattr(dos, "diff", lambda *_, **__: report)
     with pytest.raises(SystemExit):
         print_diff(*urls, **{**ALL, "as_json": True})
     shown = {one["key"]: one["value"] for one in json.loads(capsys.readouterr().out)["values"]}
+    too_large = {key for key in limits if "too large" in str(shown[key])}
+    assert too_large == {"more", "odd", "sets", "queues"}
     shown = {key: shown[key] for key in values}
     assert shown.pop("keys") == "({(1, 2): 3},)"
     assert set(shown.values()) == {"<tuple, too large to show>"}

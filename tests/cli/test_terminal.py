@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dcp_objstore as dos
-from dcp_objstore.cli.terminal import age
+from dcp_objstore.cli.terminal import age, wrapped
 from dcp_objstore.doctor import Finding
 from dcp_objstore.errors import CheckpointCorruptError, StateMismatchError
 from dcp_objstore.observe.report import logger
@@ -40,6 +40,15 @@ def test_an_age_is_in_the_largest_unit_of_which_there_are_two():
         seconds: age(datetime.now(UTC) - timedelta(seconds=seconds)) for seconds in ages
     } == ages
     assert age(None) == "-"
+
+
+def test_a_text_is_cut_at_spaces_and_only_a_long_word_elsewhere():
+    assert wrapped("a-b c-d", 6, "> ") == ["a-b", "> c-d"]
+    assert (wrapped("x" * 5, 3), wrapped("x" * 5, 3, break_words=False)) == (
+        ["xxx", "xx"],
+        ["xxxxx"],
+    )
+    assert wrapped("", 5) == [""]
 
 
 def test_doctor_prints_a_table_and_what_it_comes_to(monkeypatch):

@@ -258,29 +258,6 @@ def test_it_has_the_tensors_of_the_keys(keys: Any, averaged: set[str]) -> None:
     assert opened.user_metadata["average"]["keys"] == wanted
 
 
-def test_what_it_is_called_with_reaches_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {
-        "overwrite": True,
-        "storage_options": {},
-        "config": SMALL,
-        "progress": False,
-        "on_event": print,
-        "trace": "trace.json",
-        "allow_unfenced": True,
-        "claim": None,
-    }
-    passed: dict[str, Any] = {}
-
-    def record(_: str, **settings: Any) -> None:
-        passed.update(settings)
-        raise ConfigError("recorded")
-
-    monkeypatch.setattr(average, "ObjectStoreWriter", record)
-    with pytest.raises(ConfigError, match="recorded"):
-        dos.average(["memory://a/1", "memory://a/2"], "memory://a/3", **given)
-    assert passed == given
-
-
 def shares_of(weights: Any, count: int) -> list[float]:
     """Return the weights that an average of so many checkpoints says that it has."""
     urls = [memory_url() for _ in range(count)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
 import secrets
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
+from dcp_objstore.compat.archive import ArchiveError
 from dcp_objstore.convert import copied_files
 from dcp_objstore.convert.files import torch_file
 from dcp_objstore.convert.sources import TensorInfo
@@ -152,6 +154,7 @@ def test_shards_of_safetensors_hold_the_model_under_its_own_names(url, tmp_path)
         },
     )
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    assert (out / "model.safetensors.index.json").read_text() == json.dumps(index, indent=2)
 
 
 def test_one_safetensors_file_leaves_values_out_and_names_them(url, tmp_path):
@@ -160,6 +163,9 @@ def test_one_safetensors_file_leaves_values_out_and_names_them(url, tmp_path):
     found = load_file(tmp_path / "all.safetensors")
     assert found["none"].shape == (0, 4)
     assert torch.equal(found["optim.step"], torch.tensor(3.0))
+    save_file(found, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    theirs = (tmp_path / "theirs.safetensors").read_bytes()
+    assert (tmp_path / "all.safetensors").read_bytes() == theirs
 
 
 def test_float4_goes_into_safetensors_and_comes_out_of_it(tmp_path):
@@ -389,6 +395,8 @@ def test_keys_and_rules_that_do_not_fit_are_refused_before_anything_is_written(u
         dos.export_checkpoint(url, out, "model.half", rename=[(".*half", "__metadata__")])
     with pytest.raises(ConfigError, match="float"):
         dos.export_checkpoint(url, out, "model.*", dtype=torch.int8)
+    with pytest.raises(ConfigError, match="verify"):
+        dos.export_checkpoint(url, out, verify=1)
     for size in ("5GB", 0, -1):
         with pytest.raises(ConfigError, match="max_shard_size_bytes must be"):
             dos.export_checkpoint(url, out, max_shard_size_bytes=size)
@@ -459,6 +467,19 @@ def test_damage_ends_an_export_and_leaves_no_file(bucket, tmp_path):
     assert list(tmp_path.iterdir()) == []
     assert bucket.keys("hf") == []
     assert bucket.uploads() == []
+    dos.export_checkpoint(place, tmp_path / "out.pt", storage_options=options, verify=False)
+    found, saved = torch.load(tmp_path / "out.pt"), training_state()
+    assert not same_bits(found["model"]["embed"]["weight"], saved["model"]["embed"]["weight"])
+    assert_same(found["optim"], saved["optim"])
+
+
+def test_a_value_that_may_run_code_is_exported_only_if_it_is_trusted(tmp_path):
+    place, out = memory_url(), tmp_path / "out.pt"
+    dos.save({"w": torch.ones(2), "kind": pickle.Pickler}, place, progress=False)
+    with pytest.raises(UntrustedPickleError):
+        dos.export_checkpoint(place, out)
+    dos.export_checkpoint(place, out, trust_pickle=True)
+    assert torch.load(out, weights_only=False)["kind"] is pickle.Pickler
 
 
 def test_a_folder_never_holds_one_file_and_shards_of_another_export(url, tmp_path):
@@ -558,6 +579,50 @@ def test_a_full_disk_ends_an_import_that_downloads_and_says_so(tmp_path, monkeyp
         dos.import_checkpoint(f"{url}/state.pt", f"{url}/step-1", progress=False)
     assert not isinstance(caught.value, RetryableError)
     assert [meta.key for meta in open_store(f"{url}/step-1").list()] == []
+
+
+@pytest.mark.parametrize("trust_pickle", [False, True])
+@pytest.mark.parametrize(
+    ("raised", "error", "says", "trusted"),
+    [
+        (OSError(errno.EIO, "broken disk"), InputError, "cannot be read: broken disk$", True),
+        (OSError(errno.EINVAL, "no"), CheckpointCorruptError, r"file: \[Errno 22\] no$", True),
+        (MemoryError("large"), MemoryError, "^large$", True),
+        (RuntimeError("one\ntwo"), CheckpointCorruptError, "torch.save file: one$", True),
+        (ValueError("odd"), CheckpointCorruptError, "torch.save file: odd$", True),
+        (ArchiveError("cut"), CheckpointCorruptError, "torch.save file: cut$", True),
+        (EOFError(), CheckpointCorruptError, r"torch.save file: EOFError\(\)$", True),
+        (KeyError(3), CheckpointCorruptError, r"torch.save file: KeyError\(3\)$", False),
+        (TypeError("of code"), CheckpointCorruptError, "torch.save file: of code$", False),
+    ],
+)
+def test_what_is_raised_for_a_torch_file_says_what_is_wrong_with_it(
+    tmp_path, monkeypatch, raised, error, says, *, trusted, trust_pickle
+):
+    """Code that a trusted file runs may raise anything, which is passed on as it is."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise raised
+
+    torch.save({"w": torch.ones(1)}, tmp_path / "state.pt")
+    monkeypatch.setattr("dcp_objstore.convert.import_checkpoint.unpickled", fail)
+    kind, text = (type(raised), "") if trust_pickle and not trusted else (error, says)
+    with pytest.raises(kind, match=text) as caught:
+        dos.import_checkpoint(tmp_path / "state.pt", memory_url(), trust_pickle=trust_pickle)
+    assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize(("trust_pickle", "error"), [(False, UntrustedPickleError), (True, None)])
+def test_a_pickle_that_is_refused_is_damaged_only_if_it_is_trusted(
+    tmp_path, monkeypatch, trust_pickle, error
+):
+    def refuse(*_: object, **__: object) -> None:
+        raise pickle.UnpicklingError("odd class\nmore")
+
+    torch.save({"w": torch.ones(1)}, tmp_path / "state.pt")
+    monkeypatch.setattr("dcp_objstore.convert.import_checkpoint.unpickled", refuse)
+    with pytest.raises(error or CheckpointCorruptError, match=r"(?s)odd class(?!.*more)"):
+        dos.import_checkpoint(tmp_path / "state.pt", memory_url(), trust_pickle=trust_pickle)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import dcp_objstore as dos
 from dcp_objstore.config import MIB
 from dcp_objstore.convert import copied_files
 from dcp_objstore.errors import InputError, PreconditionFailedError
+from dcp_objstore.stores import open_store
 from dcp_objstore.stores.ranges import read_range
 from tests.support.command_line import run_here
 
@@ -25,6 +27,7 @@ SMALL = {
 }
 LEFT_OUT = (
     *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "tf_model.h5"),
+    *("flax_model.msgpack", "model-q4.gguf", "model.onnx", "scheduler.pkl", "model.pth"),
     *(".gitattributes", "optimizer.pt", "trainer_state.json", "original/params.json"),
 )
 
@@ -60,6 +63,9 @@ def test_files_come_from_a_path_a_folder_or_a_pattern(url, tmp_path):
         "config.json",
         "vocab.txt",
     }
+    root = f"memory://{secrets.token_hex(6)}"  # of a bucket
+    open_store(root).put("config.json", b"{}")
+    assert exported(url, tmp_path / "0", root) == {"config.json"}
     # A file that is named is copied, whatever it is.
     assert exported(url, tmp_path / "3", base / "pytorch_model.bin", base / "odd[1].txt") == {
         "pytorch_model.bin",
@@ -142,11 +148,24 @@ def test_the_files_of_a_trainer_come_from_its_checkpoint(tmp_path):
     assert [path.name for path in (tmp_path / "3").iterdir()] == ["one.safetensors"]
 
 
-@pytest.mark.parametrize("value", [{"a": b""}, {"config.json": "{}", 1: b""}, Path("x"), 3])
-def test_values_of_that_name_that_are_no_files_are_left_alone(value, tmp_path):
+CONFIG = {"config.json": b"{}"}
+
+
+@pytest.mark.parametrize(
+    ("value", "copied"),
+    [
+        (dos.PerRank({"a": b""}), set()),
+        (dos.PerRank({"config.json": "{}"}), set()),
+        (dos.PerRank(Path("x")), set()),
+        (dos.PerRank(3), set()),
+        ([3], set()),
+        (dos.PerRank({**CONFIG, 3: b"", "vocab.txt": ""}), {"config.json"}),
+    ],
+)
+def test_values_of_that_name_that_are_no_files_are_left_alone(value, copied, tmp_path):
     place = (tmp_path / "run").as_uri()
-    dos.save({"w": torch.ones(3), "files": dos.PerRank(value)}, place, progress=False)
-    assert exported(place, tmp_path / "hf") == set()
+    dos.save({"w": torch.ones(3), "files": value}, place, progress=False)
+    assert exported(place, tmp_path / "hf") == copied
 
 
 def test_the_command_copies_files(url, tmp_path):

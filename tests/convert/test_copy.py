@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
@@ -21,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.clock import Clock
 from dcp_objstore.checkpoint.commit import put_tombstone
+from dcp_objstore.checkpoint.names import data_key, parse_data_key
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import (
@@ -32,12 +34,14 @@ from dcp_objstore.errors import (
     SupersededError,
     UnsupportedError,
 )
+from dcp_objstore.observe import events
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from tests.support.checkpoints import assert_nothing_visible
+from tests.support.listening import Heard, of
 from tests.support.proxy import Asked, NetworkProxy
 from tests.support.servers import BUCKET, Bucket, Folder, MotoServer
 from tests.support.states import same_bits, seeded
-from tests.support.wrapped_stores import Fault, FaultStore, Plan
+from tests.support.wrapped_stores import Fault, FaultStore, Lacking, Plan
 
 # Several objects, and one of several parts.
 CONFIG = dos.TransferConfig(part_size_bytes=5 * MIB, max_object_size_bytes=5 * MIB)
@@ -122,6 +126,7 @@ def test_a_copy_has_the_same_bytes_and_each_is_fetched_once(way, remote, local, 
     total_bytes = sum(map(len, bytes_of[0]))
     assert report.total_bytes == report.sent_bytes == total_bytes
     assert sum((end or 0) - (start or 0) for _, start, end in ranges) == total_bytes
+    assert "copy" not in {one.verb for one in requests}
     assert len(set(ranges)) == len(ranges)
     assert ckpt.user_metadata == {"loss": 0.5}
     assert (ckpt.commit_id, report.url) == (report.commit_id, target.at("step-7"))
@@ -131,6 +136,36 @@ def test_a_copy_has_the_same_bytes_and_each_is_fetched_once(way, remote, local, 
     dos.delete(
         target.at("step-7"), allow_newest=True, storage_options=target.storage_options
     )  # the pin was not copied
+
+
+def test_a_copy_tells_what_it_sends_and_asks_no_store_that_does_not_copy(
+    requests, tmp_path, caplog
+):
+    root, heard = f"memory://{secrets.token_hex(6)}", Heard()
+    save(f"{root}/step-7")
+    requests.clear()
+    with caplog.at_level(logging.INFO, logger="dcp_objstore"):
+        report = dos.copy_checkpoint(
+            f"{root}/step-7",
+            f"{root}/kept",
+            config=CONFIG,
+            on_event=heard,
+            trace=tmp_path / "t.json",
+            progress=False,
+        )
+    assert caplog.text.count(f"saved {root}/kept: ") == 1
+    assert "copy" not in {one.verb for one in requests}
+    assert {(event.url, event.rank) for event in heard} == {(report.url, 0)}
+    (plan,) = of(events.Planned, heard)
+    assert (plan.operation, plan.items, plan.objects) == ("save", 7, report.objects)
+    assert plan.size_bytes == report.total_bytes == report.sent_bytes
+    parts = of(events.PartUploaded, heard)
+    assert len(parts) == plan.requests == report.objects + 2, "one has three parts"
+    (saved,) = of(events.Saved, heard)
+    assert (saved.report.total_bytes, saved.report.objects) == (report.total_bytes, report.objects)
+    assert (report.source, report.url) == (f"{root}/step-7", f"{root}/kept")
+    assert dos.open(report.url).world_size == 1
+    assert (tmp_path / "t.json").exists()
 
 
 def _google(server: MotoServer) -> Bucket:
@@ -394,6 +429,39 @@ def faulty(patched: pytest.MonkeyPatch, target: Bucket, plan: Plan) -> None:
 
 def before_the_index(verb: str, key: str, nth: int) -> Fault | None:
     return Fault("before", KeyboardInterrupt()) if key.startswith("index") else None
+
+
+@pytest.mark.parametrize("lacks", [["atomic_put"], ["conditional_create", "conditional_update"]])
+def test_what_a_store_does_not_guard_is_sent_again(lacks, local, monkeypatch, through):
+    save(local.at("step-7"))
+    target = Folder("file", local.at("kept"), {})
+    with monkeypatch.context() as patched:
+        faulty(patched, target, before_the_index)
+        with pytest.raises(KeyboardInterrupt):
+            copy(local, target)
+    sent = data(target)
+    through(lambda store: Lacking(store, *lacks))
+    report = copy(local, target, allow_unfenced=True)
+    assert report.sent_bytes == report.total_bytes
+    assert data(target) == sent + report.objects
+
+
+def test_of_an_interrupted_copy_only_objects_that_are_whole_are_used(local, monkeypatch):
+    save(local.at("step-7"))
+    target = Folder("file", local.at("kept"), {})
+    with monkeypatch.context() as patched:
+        faulty(patched, target, before_the_index)
+        with pytest.raises(KeyboardInterrupt):
+            copy(local, target)
+    arrived = sorted(Path(target.at("step-7").removeprefix("file://")).glob("*.distcp"))
+    body, name = arrived[0].read_bytes(), parse_data_key(arrived[0].name)
+    # One has another size, and one of a number that the checkpoint does not have.
+    arrived[0].write_bytes(body[:-1])
+    (arrived[0].parent / data_key(0, len(arrived), name.nonce)).write_bytes(body)
+    report = copy(local, target)
+    assert report.sent_bytes == len(body)
+    assert dos.open(report.url).verify(deep=True, progress=False).ok
+    assert len(dos.open(report.url).objects) == len(arrived)
 
 
 def test_a_sweep_defeats_a_copy_that_names_what_the_sweep_may_remove(local, monkeypatch):

@@ -13,24 +13,19 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.doctor import Finding, check_up, runner
-from dcp_objstore.doctor.access import unfinished
 from dcp_objstore.doctor.checks import Verdict, ok
 from dcp_objstore.doctor.objects import ObjectChecks
 from dcp_objstore.doctor.runner import CONFIG, findings, table
-from dcp_objstore.doctor.scratch import Scratch, Stop
+from dcp_objstore.doctor.scratch import Stop
 from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.protocol import UnfinishedUpload
-from dcp_objstore.stores.urls import parse_url
 from tests.support.command_line import environment, run_here
 from tests.support.proxy import Asked, Hold, NetworkProxy
 from tests.support.scripted import ScriptedServer
@@ -496,15 +491,6 @@ def test_a_stream_that_is_closed_makes_no_further_check_and_nothing_stays(tmp_pa
     stream.close()
     assert set(made) <= {"list"}
     assert list(tmp_path.rglob("*")) == []
-
-
-@pytest.mark.parametrize(("hours", "status"), [(23.9, "ok"), (24.1, "warning")])
-def test_an_unfinished_upload_is_old_after_a_day(hours, status):
-    begun = datetime.now(UTC) - timedelta(hours=hours)
-    one = UnfinishedUpload("step-1/x", "id", begun, 5)
-    scratch = SimpleNamespace(around=SimpleNamespace(list=lambda: [one]))
-    found = unfinished(cast(Scratch, scratch), parse_url("s3://bucket/run"))
-    assert found.status == status
 
 
 def test_a_server_that_never_answers_is_given_up():

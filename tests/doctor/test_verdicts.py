@@ -8,23 +8,30 @@ import secrets
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from dcp_objstore import errors
-from dcp_objstore.doctor.access import Access, lifecycle, versions, working_directory
-from dcp_objstore.doctor.checks import Check, failure
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.doctor.access import (
+    Access,
+    lifecycle,
+    unfinished,
+    versions,
+    working_directory,
+)
+from dcp_objstore.doctor.checks import Check, failure, ok
 from dcp_objstore.doctor.objects import ObjectChecks
 from dcp_objstore.doctor.runner import CONFIG, findings, table
 from dcp_objstore.doctor.scratch import Scratch
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.protocol import Capabilities, ObjectMeta, ObjectStore
+from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, UnfinishedUpload
 from dcp_objstore.stores.urls import parse_url
 from dcp_objstore.stores.wrappers import WrappedStore
-from tests.support.scripted import ScriptedServer
-from tests.support.wrapped_stores import ChangingStore, Fault, FaultStore
+from tests.support.wrapped_stores import ChangingStore, Fault, FaultStore, Lacking
 
 OPTIONS: dict[str, dict[str, object]] = {
     "s3": {"key": "key", "secret": "secret"},
@@ -201,18 +208,77 @@ def test_the_credentials_and_the_server_are_named(scheme: str, text: str, detail
     assert found.details == dict(zip(("source", "access_key", "account"), details, strict=True))
 
 
-def test_the_first_answer_decides_and_no_request_is_sent_again() -> None:
-    asked: list[object] = []
+@pytest.mark.parametrize(("given", "waited"), [(30.0, 10.0), (4.0, 4.0)])
+def test_the_first_answer_decides_soon_and_no_request_is_sent_again(monkeypatch, given, waited):
+    settings: list[object] = []
 
-    def unavailable(*request: object) -> tuple[int, dict[str, str], bytes]:
-        asked.append(request)
-        return 503, {}, b""
+    def unavailable(spec: StoreSpec) -> ObjectStore:
+        settings.append(spec.config)
+        raise errors.StoreUnavailableError("away")
 
-    with ScriptedServer(unavailable) as server:
-        options = {**OPTIONS["s3"], "endpoint_url": server.endpoint_url}
+    monkeypatch.setattr(StoreSpec, "open", unavailable)
+    config = replace(CONFIG, request_timeout_seconds=given)
+    access = Access(StoreSpec("s3://bucket/run", OPTIONS["s3"], config))
+    for check in (access.endpoint, access.bucket):
         with pytest.raises(errors.StoreUnavailableError):
-            Access(StoreSpec("s3://bucket/run", options, CONFIG)).endpoint()
-    assert len(asked) == 1
+            check()
+    assert settings == [replace(config, request_timeout_seconds=waited, max_retries=0)]
+
+
+def test_time_outs_are_shorter_than_those_of_a_save() -> None:
+    usual = TransferConfig()
+    for name in ("connect_timeout", "request_timeout", "stall_timeout", "retry_timeout"):
+        assert getattr(CONFIG, f"{name}_seconds") < getattr(usual, f"{name}_seconds")
+    assert CONFIG.max_retries < usual.max_retries
+
+
+@pytest.mark.parametrize(
+    ("verb", "fault", "error"),
+    [
+        ("list", errors.PermissionDeniedError, None),
+        ("open_range", errors.PermissionDeniedError, None),
+        ("open_range", errors.CorruptDataError, errors.ConfigError),
+        ("list", errors.BucketNotFoundError, None),
+        ("list", errors.CredentialsError, None),
+        ("list", errors.StoreUnavailableError, errors.StoreUnavailableError),
+    ],
+)
+def test_the_server_has_failed_unless_the_credentials_or_the_bucket_have(
+    through, verb: str, fault: type[Exception], error: type[Exception] | None
+) -> None:
+    through(
+        lambda store: FaultStore(
+            store, lambda asked, *_: Fault("before", fault("said")) if asked == verb else None
+        )
+    )
+    access = Access(StoreSpec("memory://bucket/run", {}, CONFIG))
+    checks = {"endpoint": access.endpoint, "credentials": access.credentials}
+    ended: dict[str, object] = {}
+    for name, check in {**checks, "bucket": access.bucket}.items():
+        try:
+            ended[name] = check().status
+        except errors.DcpObjstoreError as caught:
+            ended[name] = type(caught)
+    assert ended == {
+        "endpoint": error or "ok",
+        "credentials": fault if fault is errors.CredentialsError else "ok",
+        "bucket": error or (fault if fault is not errors.PermissionDeniedError else "ok"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "is_unsigned"),
+    [("s3", {}, True), ("s3", {"sign_payload": True}, False), ("gs", {}, False)],
+)
+def test_a_put_that_is_not_signed_is_said_to_be(
+    monkeypatch, scheme: str, options: dict[str, object], *, is_unsigned: bool
+) -> None:
+    opened = StoreSpec.open
+    here = StoreSpec(f"memory://{secrets.token_hex(6)}/run")
+    monkeypatch.setattr(StoreSpec, "open", lambda _: opened(here))
+    objects = ObjectChecks(StoreSpec(f"{scheme}://bucket/run", {**OPTIONS[scheme], **options}))
+    assert ("unsigned" in objects.put().text) is is_unsigned
+    assert objects.has_written
 
 
 @pytest.mark.parametrize(("url", "prefix"), [("s3://b", ""), ("s3://b/run", "run/")])
@@ -224,6 +290,27 @@ def test_the_rule_that_is_advised_is_for_what_is_below_the_url(url: str, prefix:
     advice = lifecycle(cast(Scratch, scratch), parse_url(url.replace("s3", "gs"))).advice
     (rule,) = json.loads(shlex.split(advice.split("`")[1])[1])["rule"]
     assert rule["condition"] == {"age": 2, **({"matchesPrefix": [prefix]} if prefix else {})}
+    aborts = {"AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1}, "Status": "Enabled"}
+    scratch = SimpleNamespace(around=SimpleNamespace(lifecycle_rules=lambda: [aborts]))
+    found = lifecycle(cast(Scratch, scratch), parse_url(url))
+    assert found == ok("the bucket removes unfinished uploads after 1 day", days=1)
+
+
+def test_an_unfinished_upload_is_old_after_a_day() -> None:
+    uploads = [
+        UnfinishedUpload("step-1/x", "id", datetime.now(UTC) - timedelta(hours=hours), 5 * 1024)
+        for hours in (23.9, 24.1, 99)
+    ]
+    scratch = SimpleNamespace(around=SimpleNamespace(list=lambda: uploads))
+    assert unfinished(cast(Scratch, scratch), parse_url("s3://bucket/run")) == (
+        "warning",
+        "2 older than a day (10.00 KiB), billed but not visible",
+        "`dcp-objstore sweep s3://bucket/run --yes` removes those of saves",
+        {"old_uploads": 2, "old_bytes": 10240},
+    )
+    del uploads[1:]
+    found = unfinished(cast(Scratch, scratch), parse_url("s3://bucket/run"))
+    assert found == ok("none below the URL is older than a day")
 
 
 # --- a store that lies
@@ -237,19 +324,6 @@ class Unlisting(WrappedStore):
 class Undeleting(WrappedStore):
     def delete(self, key: str) -> None:
         pass
-
-
-class Weak(WrappedStore):
-    """A store without the conditional writes that are not named."""
-
-    def __init__(self, inner: ObjectStore, *names: str) -> None:
-        super().__init__(inner)
-        wanted = dict.fromkeys(("conditional_create", "conditional_update"), False)
-        self._weak = replace(inner.capabilities, **{**wanted, **dict.fromkeys(names, True)})
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._weak
 
 
 def flip(name: str, at: int) -> Callable[[ObjectStore], ObjectStore]:
@@ -283,8 +357,11 @@ def denying(verb: str, name: str) -> Callable[[ObjectStore], ObjectStore]:
         (denying("open_range", "multipart"), {}),
         (denying("head", "put"), {}),
         (denying("put", "put"), {"put": "failed", **dict.fromkeys(("read", "abort"), "not made")}),
-        (lambda store: Weak(store, "conditional_create"), {"conditional put": "warning"}),
-        (Weak, {"conditional put": "failed"}),
+        (lambda store: Lacking(store, "conditional_update"), {"conditional put": "warning"}),
+        (
+            lambda store: Lacking(store, "conditional_create", "conditional_update"),
+            {"conditional put": "failed"},
+        ),
     ],
 )
 def test_each_lie_of_a_store_is_told_by_its_check(through, wrapper, wrong) -> None:
@@ -302,3 +379,6 @@ def test_each_lie_of_a_store_is_told_by_its_check(through, wrapper, wrong) -> No
     assert ("allow_unfenced=True" in advice) == (wrong.get("conditional put") == "failed")
     assert found["put"].text == "an object was written" or "put" in wrong
     assert ("still there" in found["delete"].text) == ("delete" in wrong)
+    left = found["clean-up"].details
+    assert ("clean-up" in wrong) == bool(left) == ({"multipart", "put"} <= {*left.get("keys", ())})
+    assert left.get("url", objects.scratch.spec.url) == objects.scratch.spec.url

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 from dataclasses import asdict, replace
@@ -83,6 +84,27 @@ def test_without_a_size_it_doubles_while_there_is_time_and_all_is_left_as_it_was
     assert ("too few" in str(report)) is (rounds < 3)
     assert list(tmp_path.iterdir()) == []
     assert list(dos.steps(f"{scheme}://{place}")) == []
+
+
+def test_every_request_is_counted_and_plain_ones_are_like_those_of_saves_and_loads(requests):
+    report = dos.measure.bench(
+        "memory://bench-test/all", size_bytes=SIZE, seconds=0.1, config=PARTS
+    )
+    # A save and a load to begin with, those that choose the size, and those that are measured.
+    small, others = [], []
+    for one in requests:
+        if one.verb in ("put", "open_range") and re.fullmatch(r"__0_\d+\.\w+\.distcp", one.key):
+            (small if len(small) < 20 else others).append(one.verb)
+    assert small == ["put", "open_range", *["put"] * 9, *["open_range"] * 9]
+    loaded = "open_range"
+    assert others == [loaded, loaded, "put", "put", loaded], "plain PUTs before the third load"
+    gets = [one for one in requests if one.verb == "open_range" and one.key.startswith("save-2/_")]
+    gets = gets[-report.plain_gets.requests :]
+    assert report.sent_bytes == 9 + 4 * SIZE
+    assert report.received_bytes == 9 + 3 * SIZE + sum(one.end - one.start for one in gets)
+    assert (report.put_ms.rounds, report.get_ms.rounds) == (9, 9)
+    assert (report.plain_puts.requests, report.plain_puts.connections) == (2, 2)
+    assert requests[-1].verb == "list"
 
 
 def round_of(seconds: float) -> _Round:
@@ -260,6 +282,12 @@ def test_words_say_what_a_save_waits_for(whole, plain, says):
     for name, text in (("save", save), ("load", load)):
         assert text.startswith(f"{name}  ")
         assert says.format(name) in text
+
+
+def test_a_store_that_fails_is_given_up_sooner_than_by_a_save():
+    usual = dos.TransferConfig()
+    for name in ("max_retries", "retry_timeout_seconds", "stall_timeout_seconds"):
+        assert getattr(CONFIG, name) < getattr(usual, name)
 
 
 def test_the_command_prints_words_then_the_table_then_warnings(monkeypatch):

@@ -10,11 +10,13 @@ import pickle
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -24,15 +26,15 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_objstore as dos
 from dcp_objstore.config import at_most
-from dcp_objstore.observe import events
-from dcp_objstore.observe.bar import Bar, StatusLine
+from dcp_objstore.observe import bar as bars, dispatch, events
+from dcp_objstore.observe.bar import StatusLine
 from dcp_objstore.observe.dispatch import Channel, EventSettings
 from dcp_objstore.observe.events import AnyEvent
-from dcp_objstore.observe.trace import _NAMES, trace_events, trace_path
+from dcp_objstore.observe.trace import _NAMES, TraceFile, trace_events, trace_path
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import upload_items as uploading
 from tests.support.campaign import cases
-from tests.support.listening import Heard, of
+from tests.support.listening import Heard, heard_channel, of
 from tests.support.proxy import Asked, Cut, NetworkProxy
 from tests.support.ranks import run_ranks
 from tests.support.wrapped_stores import Fault, FaultStore, Plan, Verb
@@ -341,7 +343,10 @@ def test_a_listener_that_fails_at_the_end_harms_no_other(caplog):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"on_event": 3}, *({"trace": text} for text in ("s3://b/t.json", "", 3, "{x}", "{}", "{"))],
+    [
+        {"on_event": 3},
+        *({"trace": text} for text in ("s3://b/t.json", "", 3, "{x}", "{}", "{", "{rank.x}")),
+    ],
 )
 def test_wrong_listeners_are_refused_before_anything_is_saved(wrong):
     url = memory_url()
@@ -353,6 +358,50 @@ def test_wrong_listeners_are_refused_before_anything_is_saved(wrong):
 
 
 # Failures ---------------------------------------------------------------------------------------
+
+
+def test_a_failure_is_told_once_with_all_that_its_error_names():
+    channel, heard = heard_channel()
+    error = dos.errors.CheckpointCorruptError("torn", key="w", object_key="o", rank=3)
+    with channel.watching():
+        channel.fail(error)
+        channel.fail(ValueError("later"))
+    (failed,) = of(events.Failed, heard)
+    assert failed == events.Failed(
+        rank=0,
+        url="memory://heard",
+        start_ns=failed.start_ns,
+        seconds=failed.seconds,
+        operation="save",
+        error="CheckpointCorruptError",
+        message="torn",
+        failed_rank=3,
+        key="w",
+        object_key="o",
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "own", "others"),
+    [
+        ("s3://b/run/step-1", "run/step-1/_COMMIT", ["run/step-10/_COMMIT", "run/step-1", "x"]),
+        ("s3://b/run/step-1/", "run/step-1/_COMMIT", ["step-1/_COMMIT"]),
+        ("s3://b", "_COMMIT", [""]),
+    ],
+)
+def test_retries_are_told_of_by_the_key_in_the_checkpoint_and_others_are_not(url, own, others):
+    channel, heard = Channel("save", url), Heard()
+    channel.add(heard, "test", detailed=False)
+    with channel.watching():
+        for attempt, key in enumerate([own, *others], 2):
+            dispatch.emit_retry(key, attempt, "slow down", 0.0)
+        channel.retried("slow range", "x", attempt=7, error="slow", began_at=0.0)
+    dispatch.emit_retry(own, 2, "slow down", 0.0)  # of no save or load
+    assert (channel.retries, channel.slow_ranges) == (1, 1)
+    assert [(one.what, one.object_key, one.attempt, one.error) for one in heard] == [
+        ("request", "_COMMIT", 2, "slow down"),
+        ("slow range", "x", 7, "slow"),
+    ]
 
 
 def fails_on_rank_1(rank: int, world: int, root: str) -> list[tuple[str, int | None, str | None]]:
@@ -486,7 +535,7 @@ def test_a_trace_has_a_group_for_each_rank_and_a_row_for_each_worker():
     place: dict[str, Any] = {"object_key": "o", "worker": 7}
     plan: dict[str, Any] = {"operation": "save", "items": 1, "objects": 3, "requests": 4}
     told: list[AnyEvent] = [
-        events.Planned(rank=1, start_ns=base_ns + 2000, **shared, **plan),
+        events.Planned(rank=8, start_ns=base_ns + 2000, **shared, **plan),
         events.RangeRead(rank=0, start_ns=base_ns + 3000, **shared, **place, offset=5),
         events.PartUploaded(rank=0, start_ns=base_ns + 1000, **shared, **place, part=2),
         events.Hashed(rank=0, start_ns=2 * base_ns, **shared, worker=3),
@@ -498,7 +547,7 @@ def test_a_trace_has_a_group_for_each_rank_and_a_row_for_each_worker():
         "ph": "X",
         "cat": "dcp_objstore",
         "name": "plan save",
-        "pid": 10_000_001,
+        "pid": 10_000_008,
         "tid": 0,
         "ts": 2.0,
         "dur": 0.5e6,
@@ -511,31 +560,35 @@ def test_a_trace_has_a_group_for_each_rank_and_a_row_for_each_worker():
     ]
     labels = [one for one in entries if one["ph"] == "M"]
     assert [(one["pid"] - 10_000_000, one["tid"]) for one in labels] == [
-        *(2 * [(0, 0)] + 2 * [(1, 0)]),
-        *(2 * [(0, 107)] + 2 * [(0, 1007)] + 2 * [(0, 2003)] + 2 * [(1, 0)]),
+        *(2 * [(0, 0)] + 2 * [(8, 0)]),
+        *(2 * [(0, 107)] + 2 * [(0, 1007)] + 2 * [(0, 2003)] + 2 * [(8, 0)]),
     ]
     names = [one["args"]["name"] for one in labels if one["name"] == "thread_name"]
     assert names == ["upload 7", "read 7", "hash 3", "checkpoint"]
     order = [one["args"].get("sort_index") for one in labels]
-    assert order[1::2] == [10_000_000, 10_000_001, 107, 1007, 2003, 0]
+    assert order[1::2] == [10_000_000, 10_000_008, 107, 1007, 2003, 0]
 
 
 @pytest.mark.parametrize(
     ("pattern", "ranks", "path"),
     [
         ("save.json", 1, "save.json"),
-        ("save.json", 4, "save.rank3.json"),
+        ("save.json", 2, "save.rank3.json"),
         ("{rank}/{name}.json", 4, "3/step-7.json"),
         ("{name}", 1, "step-7"),
     ],
 )
 def test_each_rank_has_a_trace_of_its_own(pattern, ranks, path):
+    assert EventSettings(None, pattern).trace == pattern
     assert trace_path(pattern, "s3://b/step-7/", 3, ranks) == Path(path)
 
 
 def test_a_trace_is_what_the_viewers_want(tmp_path):
-    report = dos.save(state(), memory_url(), config=CONFIG, trace=tmp_path / "new" / "save.json")
-    document = json.loads((tmp_path / "new" / "save.json").read_text())
+    file = tmp_path / "new" / "deep" / "save.json"
+    report = dos.save(state(), memory_url(), config=CONFIG, trace=file)
+    document = json.loads(file.read_text())
+    assert (document["schemaVersion"], document["displayTimeUnit"]) == (1, "ms")
+    assert file.stat().st_mode & 0o777 == 0o644
     named = {
         (one["pid"], one["tid"]): one["args"]["name"]
         for one in document["traceEvents"]
@@ -559,13 +612,29 @@ def test_a_trace_is_what_the_viewers_want(tmp_path):
             end = span["ts"] + span["dur"]
             assert not open_ends or end <= open_ends[-1] + 0.001
             open_ends.append(end)
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["save.json"]
+    assert [path.name for path in file.parent.iterdir()] == ["save.json"]
 
 
-def test_a_trace_that_cannot_be_written_only_warns(tmp_path, caplog):
+def test_a_trace_that_cannot_be_written_only_warns_and_leaves_nothing(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    dos.save(state(1), memory_url(), trace=tmp_path / "file" / "save.json")
-    assert "could not be written" in caplog.text
+    (tmp_path / "folder").mkdir()
+    for place in (tmp_path / "file" / "save.json", tmp_path / "folder"):
+        dos.save(state(1), memory_url(), trace=place)
+    assert sum("could not be written" in text for text in caplog.messages) >= 2
+    assert {path.name for path in tmp_path.rglob("*")} == {"file", "folder"}
+
+
+def test_a_trace_is_written_again_only_when_there_is_more(tmp_path):
+    trace = TraceFile(tmp_path / "save.json")
+    staged = dispatch.staged_event("memory://x", 0, 5, time.monotonic())
+    for number, has_more in enumerate((False, True, False, True)):
+        if has_more:
+            trace.take(staged)
+        trace.flush()
+        written = [*tmp_path.iterdir()]
+        assert bool(written) is has_more, number
+        for path in written:
+            path.unlink()
 
 
 # What is shown ----------------------------------------------------------------------------------
@@ -577,26 +646,32 @@ class Terminal(io.StringIO):
 
 
 def test_bars_are_drawn_from_the_events_on_a_terminal_alone(monkeypatch):
-    url = memory_url()
+    url, out = memory_url(), f"{memory_url()}.pt"
     for shown, screen in ((True, Terminal()), (False, io.StringIO())):
         monkeypatch.setattr(sys, "stderr", screen)
         dos.save(state(), url, config=CONFIG, overwrite=True)
         dos.load(state(), url, config=CONFIG)
         dos.open(url).verify()
+        dos.export_checkpoint(url, out, overwrite=True)
         text = screen.getvalue()
-        for label in ("save: ", "load: ", "verify: "):
+        for label in ("save: ", "load: ", "verify: ", "export: "):
             assert (label in text) == shown
         assert (f"saved {url}: 24.00 MiB in " in text) == shown
         assert (f"loaded {url}: 24.00 MiB in " in text) == shown
         assert ("24.0M" in text) == shown
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
     dos.save(state(), url, config=CONFIG, overwrite=True, progress=False)
+    dos.export_checkpoint(url, out, overwrite=True, progress=False)
     opened = dos.open(url)
     opened.verify(progress=False)
     opened.read(progress=False)
     for entry in opened.values():
         entry.read()
     assert screen.getvalue() == ""
+    assert "TMonitor" not in {type(thread).__name__ for thread in threading.enumerate()}
+    assert isinstance(bars._quiet_tqdm().get_lock(), type(threading.RLock()))  # of no semaphore
+    monkeypatch.setattr(sys, "stderr", None)  # as under pythonw
+    assert not bars.Bar.is_seen()
 
 
 def test_a_status_line_replaces_itself_on_a_terminal_alone(monkeypatch):
@@ -614,15 +689,40 @@ def test_a_status_line_replaces_itself_on_a_terminal_alone(monkeypatch):
         assert screen.getvalue() == text
 
 
-def test_a_bar_counts_what_parts_and_ranges_say(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    channel, bar = Channel("load", "memory://x"), Bar("load")
-    channel.add(bar.take, "bar", detailed=True, flush=bar.flush)
-    shared: dict[str, Any] = {"operation": "load", "items": 1, "objects": 1, "requests": 2}
-    channel.emit(events.Planned, 0.0, size_bytes=100, **shared)
-    for size_bytes in (30, 50):
-        place: dict[str, Any] = {"object_key": "o", "offset": 0, "worker": 0}
-        channel.emit(events.RangeRead, 0.0, size_bytes=size_bytes, **place)
-    with channel.watching():
-        pass
-    assert bar._bar is None
+@pytest.mark.parametrize("level", [logging.WARNING, logging.INFO])
+def test_a_bar_counts_what_parts_and_ranges_say_and_leaves_a_line_or_the_log_has_it(
+    monkeypatch, caplog, level
+):
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    drawn: list[object] = []
+    made = SimpleNamespace(update=drawn.append, close=lambda: drawn.append("closed"))
+    monkeypatch.setattr(bars, "_quiet_tqdm", lambda: lambda **how: drawn.append(how) or made)
+    channel = Channel("load", "memory://x")
+    channel.show(bar=True, summary=True)
+    place: dict[str, Any] = {"object_key": "o"}
+    plan: dict[str, Any] = {"operation": "load", "items": 1, "objects": 1, "requests": 2}
+    moved: dict[str, Any] = {"url": "memory://x", "total_bytes": 2 * MIB, "needed_bytes": 5}
+    report = dos.reports.LoadReport(**moved, seconds=4, objects=1, requests=3, missing=("a",))
+    with caplog.at_level(level, logger="dcp_objstore"):
+        with channel.watching():
+            channel.emit(events.Planned, 0.0, size_bytes=100, **plan)
+            channel.emit(events.RangeRead, 0.0, size_bytes=30, offset=0, worker=0, **place)
+            channel.emit(events.PartUploaded, 0.0, size_bytes=50, part=0, worker=0, **place)
+            channel.emit(events.PartCopied, 0.0, size_bytes=20, **place)
+            channel.emit(events.Loaded, 0.0, seconds=4.25, report=report)
+        channel.flush()
+    assert drawn == [
+        {
+            "desc": "load",
+            "total": 100,
+            "unit": "B",
+            "unit_scale": True,
+            "unit_divisor": 1024,
+            "leave": False,
+        },
+        *(30, 50, 20, "closed"),
+    ]
+    line, is_logged = "loaded memory://x: 2.00 MiB in 4.", level == logging.INFO
+    assert screen.getvalue() == ("" if is_logged else f"{line}2 s\n")
+    logged = f"{line}00 s (512.00 KiB/s), 1 object, 3 requests"
+    assert caplog.messages == ([logged] if is_logged else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,34 +32,73 @@ MIB = 1024**2
 def test_a_saved_checkpoint_is_one_line():
     report = SaveReport(url="s3://b/run", total_bytes=3 * MIB, seconds=1.5, objects=1, parts=2)
     assert str(report) == "saved s3://b/run: 3.00 MiB in 1.50 s (2.00 MiB/s), 1 object, 2 parts"
+    assert (report.commit_id, report.uploaded_bytes) == (None, 3 * MIB)
+    assert report.gib_per_second == 2 / 1024
     copied = SaveReport(
-        url="s3://b/run", total_bytes=3, seconds=0, objects=1, parts=1, copied_bytes=2
+        url="s3://b/run", total_bytes=3, seconds=0, objects=2, parts=1, copied_bytes=2
     )
-    assert str(copied).endswith(", 1 part, 2 B of them copied by the store")
+    assert str(copied) == (
+        "saved s3://b/run: 3 B in 0.00 s (2.79 GiB/s), 2 objects, 1 part, 2 B of them copied by the"
+        " store"
+    )
+    assert (copied.uploaded_bytes, copied.gib_per_second) == (1, 3 / 1024**3 / 1e-9)
 
 
-def test_a_loaded_checkpoint_says_where_its_bytes_came_from_and_what_was_left():
-    report = LoadReport(
-        url="s3://b/run",
-        total_bytes=3 * MIB,
-        needed_bytes=4 * MIB,
-        seconds=1,
-        objects=2,
-        requests=3,
-        received_bytes=MIB,
-        local_bytes=2 * MIB,
-        slow_ranges=1,
-        unverified=True,
-        missing=("a",),
-        unexpected=tuple(f"layer.{number}" for number in range(41)),
+FIRST_LINE = "loaded s3://b/run: 3.00 MiB in 1.00 s (3.00 MiB/s), 2 objects, 3 requests"
+
+
+@pytest.mark.parametrize(
+    ("settings", "more"),
+    [
+        ({}, []),
+        ({"slow_ranges": 1}, [", 1 slow range asked for again"]),
+        ({"unverified": True}, [", unverified"]),
+        (
+            {"local_bytes": 3 * MIB},
+            ["", "  3.00 MiB from copies on this node"],
+        ),
+        (
+            {"received_bytes": MIB},
+            ["", "  3.00 MiB from the store, 1.00 MiB from other ranks"],
+        ),
+        (
+            {"received_bytes": MIB, "local_bytes": 2 * MIB, "missing": ("a", "b", "c")},
+            [
+                "",
+                "  1.00 MiB from the store, 2.00 MiB from copies on this node, 1.00 MiB from other"
+                " ranks",
+                "  the checkpoint does not have 3 keys: a, b, c",
+            ],
+        ),
+        (
+            {"missing": ("a",), "unexpected": tuple(f"layer.{number}" for number in range(41))},
+            [
+                "",
+                "  the checkpoint does not have 1 key: a",
+                "  the state does not ask for 41 keys: layer.0, layer.1, layer.2 and 38 more",
+            ],
+        ),
+    ],
+)
+def test_a_loaded_checkpoint_says_where_its_bytes_came_from_and_what_was_left(settings, more):
+    usual: Any = {"needed_bytes": 4 * MIB, "seconds": 1, "objects": 2, "requests": 3}
+    report = LoadReport(url="s3://b/run", total_bytes=3 * MIB, **usual, **settings)
+    end, *lines = more or [""]
+    assert str(report).splitlines() == [f"{FIRST_LINE}{end}", *lines]
+    assert report.gib_per_second == 3 / 1024
+
+
+def test_what_a_report_does_not_say_is_nothing():
+    """The defaults of fields."""
+    load = LoadReport(
+        url="s3://b/run", total_bytes=1, needed_bytes=1, seconds=0, objects=1, requests=1
     )
-    assert str(report).splitlines() == [
-        "loaded s3://b/run: 3.00 MiB in 1.00 s (3.00 MiB/s), 2 objects, 3 requests, 1 slow range"
-        " asked for again, unverified",
-        "  1.00 MiB from the store, 2.00 MiB from copies on this node, 1.00 MiB from other ranks",
-        "  the checkpoint does not have 1 key: a",
-        "  the state does not ask for 41 keys: layer.0, layer.1, layer.2 and 38 more",
-    ]
+    figures = (load.received_bytes, load.slow_ranges, load.local_bytes, load.unverified)
+    assert figures == (0, 0, 0, False)
+    assert (load.missing, load.unexpected, load.retries, load.commit_id) == ((), (), None, None)
+    assert load.gib_per_second == 1 / 1024**3 / 1e-9
+    damage = Damage("_COMMIT", "unreadable")
+    assert damage == Damage("_COMMIT", "unreadable", key="", block=-1, elements=(), text="")
 
 
 def test_exports_and_copies_name_what_they_wrote():
@@ -87,6 +127,11 @@ def test_exports_and_copies_name_what_they_wrote():
         "sent 3 B; an interrupted copy had sent the rest",
         "the store copied 2 B by itself, without a check here",
     ]
+    assert str(replace(copy, sent_bytes=5, copied_bytes=0)).splitlines() == [
+        "copied 5 B in 1.0 s to s3://c/run",
+        "commit id",
+    ]
+    assert str(replace(export, left_out=())).splitlines()[3:] == []
 
 
 def test_a_verification_names_the_first_damages_and_counts_the_others():

@@ -9,11 +9,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from dcp_objstore.stores.base import as_buffers
 from dcp_objstore.stores.protocol import (
+    Capabilities,
     CopySource,
     ObjectMeta,
     ObjectStore,
@@ -51,6 +52,18 @@ class Request:
     bytes: int = 0
     start: int | None = None
     end: int | None = None
+
+
+class Lacking(WrappedStore):
+    """A store without some of its capabilities."""
+
+    def __init__(self, inner: ObjectStore, *names: str) -> None:
+        super().__init__(inner)
+        self._capabilities = replace(inner.capabilities, **dict.fromkeys(names, False))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
 
 
 class WatchedStore(WrappedStore):
