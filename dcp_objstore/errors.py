@@ -47,8 +47,6 @@ def printable(text: str, *, keep: str = "") -> str:
         text: the text.
         keep: characters that stay, although they are not printed.
     """
-    if text.isprintable():
-        return text
     return "".join(
         char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
         for char in text

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, suppress
 
 import pytest
 
-from dcp_objstore.contexts import contextmanager
+from dcp_objstore.contexts import contextmanager, led_to
 
 
 class State:
@@ -18,8 +18,8 @@ class State:
 
 
 @contextmanager
-def swallowing() -> Iterator[None]:
-    with suppress(OSError):
+def swallowing(*, kind: type[Exception] = OSError) -> Iterator[None]:
+    with suppress(kind):
         yield
 
 
@@ -68,3 +68,14 @@ def test_an_error_passes_unchanged_and_with_its_traceback():
     assert isinstance(cause, OSError)
     here = "test_an_error_passes_unchanged_and_with_its_traceback"
     assert [frame.name for frame in traceback.extract_tb(cause.__traceback__)] == [here]
+    with swallowing(kind=KeyError):
+        raise KeyError("another kind")
+
+
+def test_what_led_to_an_error_is_told_once_without_what_the_caller_was_handling():
+    error, cause, context, more, handled = (OSError(number) for number in range(5))
+    error.__cause__, error.__context__, cause.__cause__ = cause, context, error
+    context.__context__, handled.__context__ = handled, OSError("led to what is handled")
+    others = {id(cause): [more, "not an error"]}
+    found = led_to(error, handled=id(handled), more=lambda one: others.get(id(one), ()))
+    assert [one.args[0] for one in found] == [0, 2, 1, 3]

@@ -44,9 +44,27 @@ def test_every_error_says_what_then_where_then_what_to_do():
         error = kind("what; and more", 1, url="s3://b/k", advice="do that")
         what, where, advice = str(error).splitlines()
         assert (what, where) == ("what; and more", "[rank 1, url 's3://b/k']"), kind
-        assert advice.startswith("do that")
+        assert advice in ("do that", "do that; dcp-objstore doctor 's3://b/k' finds out more")
         assert errors.one_line(error) == f"{what} {where}; {advice}"
         assert str(kind("what", advice="do that")).splitlines() == ["what", "do that"]
+
+
+def test_the_doctor_is_named_where_the_store_does_not_answer_or_refuses():
+    refuses = errors.CredentialsError, errors.PermissionDeniedError, errors.BucketNotFoundError
+    for kind in ALL:
+        is_named = "doctor" in str(kind("what", url="s3://b/k"))
+        assert is_named is issubclass(kind, (errors.StoreUnavailableError, *refuses)), kind
+    assert "doctor" not in str(errors.CredentialsError("what"))
+
+
+def test_a_text_is_shown_with_escapes_and_on_one_line_and_an_advice_once():
+    assert errors.printable("a\x1b\n\u202e\t", keep="\n\t") == "a\\x1b\n\\u202e\t"
+    lines = {"": "", "a:\n  b\nc": "a: b; c", "a\n[b]\nc": "a [b]; c"}
+    assert {text: errors.one_line(text) for text in lines} == lines
+    error = DcpObjstoreError("what")
+    for advice in ("do that", "or this", "that"):
+        errors.add_advice(error, advice)
+    assert error.advice == "do that; or this"
 
 
 def test_what_an_error_says_of_its_place_is_added_once():

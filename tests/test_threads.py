@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,3 +66,17 @@ def test_too_many_threads_are_not_taken_for_the_end_of_the_program(stock, monkey
     monkeypatch.setattr(threading.Thread, "start", refused)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         spawn(lambda: None, "test")
+
+
+@pytest.mark.parametrize(
+    ("version", "is_filled"),
+    [((3, 11, 9), 0), ((3, 12, 0), 1), ((3, 12, 2), 1), ((3, 12, 3), 0), ((3, 13, 0), 0)],
+)
+def test_the_stock_is_filled_only_where_python_starts_no_thread_at_its_end(
+    version, is_filled, stock, monkeypatch
+):
+    monkeypatch.setattr(threads, "sys", SimpleNamespace(version_info=version))
+    fills: list[None] = []
+    monkeypatch.setattr(stock, "fill", lambda: fills.append(None))
+    threads.ready_for_program_end()
+    assert len(fills) == is_filled

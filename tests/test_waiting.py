@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
-from dcp_objstore.forking import PerProcess, in_forked_child
-from dcp_objstore.threads import STEP_SECONDS, result_of, run_into, spawn, take, wait_in_steps
+from dcp_objstore import threads
+from dcp_objstore.forking import PerProcess, close_here, in_forked_child, open_here
+from dcp_objstore.threads import (
+    STEP_SECONDS,
+    result_of,
+    run_into,
+    spawn,
+    take,
+    wait_for,
+    wait_in_steps,
+)
 
 
 def in_background(function: Callable[[], object]) -> object:
@@ -37,6 +48,31 @@ def test_the_main_thread_waits_in_steps_and_looks_between_them():
     assert wait_in_steps(waits, check=lambda: looked.append(len(waits.seconds)))
     assert waits.seconds == [STEP_SECONDS] * 3
     assert looked == [1, 2]
+
+
+def test_the_last_step_is_what_is_left_of_the_time(monkeypatch):
+    now, waited, looked = [0.0], [], []
+
+    def wait(seconds: float | None) -> bool:
+        assert seconds is not None
+        waited.append(seconds)
+        now[0] += seconds
+        return False
+
+    monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for timeout_seconds, steps in ((0.625, [0.25, 0.25, 0.125]), (0.5, [0.25, 0.25]), (-1, [0])):
+        assert not wait_in_steps(wait, timeout_seconds, check=lambda: looked.append(now[0]))
+        assert (waited, len(looked)) == (steps, len(steps) - 1)
+        for noted in (waited, looked):
+            noted.clear()
+
+
+def test_only_the_main_thread_has_a_thread_wait_for_it():
+    def where(*args: int, **settings: int) -> tuple[object, ...]:
+        return threading.current_thread().name, args, settings
+
+    assert wait_for(where, 1, n=2) == ("dcp_objstore-request", (1,), {"n": 2})
+    assert in_background(lambda: wait_for(where, 1, n=2)) == ("dcp_objstore-test", (1,), {"n": 2})
 
 
 def test_another_thread_does_not_wake_unless_it_has_something_to_look_at():
@@ -85,14 +121,21 @@ def test_none_can_be_taken():
     assert source.empty()
 
 
-def test_a_forked_child_has_an_object_of_its_own_and_the_parent_keeps_its():
+def test_a_forked_child_has_an_object_of_its_own_and_the_parent_keeps_its(tmp_path):
+    files = [open_here(tmp_path / name, os.O_CREAT | os.O_RDWR, 0o600) for name in "ab"]
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
+    close_here(files.pop())
     lock = PerProcess(threading.Lock)
     renewed: list[int] = []
     in_forked_child(lambda: renewed.append(os.getpid()))
     lock.here.acquire()
     child = os.fork()
     if not child:
+        with contextlib.suppress(OSError):
+            os.fstat(files[0])
+            os._exit(2)
         os._exit(0 if lock.here.acquire(timeout=5) and renewed == [os.getpid()] else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert lock.here.locked()
     assert not renewed
+    close_here(files.pop())

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,6 +169,126 @@ def test_a_broken_call_does_not_say_of_a_healthy_rank_that_it_died(tmp_path):
         assert "a rank died" in text
         assert "gloo" not in text
     assert "seen" not in second, "it has not looked"
+
+
+class Store:
+    """As torch's, as far as notes need it."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, Any] = {}
+        self.timeouts: list[timedelta] = []
+        self.set_timeout = self.timeouts.append
+        self.delete_key = self.texts.pop
+
+    def clone(self) -> Store:
+        return self
+
+    def append(self, key: str, text: str) -> None:
+        self.texts[key] = self.texts.get(key, "") + text
+
+    def add(self, key: str, number: int) -> int:
+        self.texts[key] = self.texts.get(key, 0) + number
+        return int(self.texts[key])
+
+    def get(self, key: str) -> bytes:
+        return bytes(self.texts[key].encode())
+
+
+class Group:
+    group_name = "job"
+
+    def __init__(self, size: int = 3, *, is_registered: bool = True) -> None:
+        self.size, self.is_registered = size, is_registered
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The time, in a job whose groups and store are those above; `rank` is this process's."""
+    now = SimpleNamespace(at=100.0, rank=0, store=Store())
+    own_dist = SimpleNamespace(
+        ProcessGroup=Group,
+        get_world_size=lambda group: group.size,
+        get_process_group_ranks=lambda group: [*range(group.size)],
+    )
+    for name, value in {
+        "time": SimpleNamespace(monotonic=lambda: now.at),
+        "current_rank": lambda: now.rank,
+        "dist": own_dist,
+        "_call_counts": {},
+    }.items():
+        monkeypatch.setattr(arrivals, name, value)
+    monkeypatch.setattr(torch_private, "default_store", lambda: now.store)
+    monkeypatch.setattr(torch_private, "is_registered", lambda group: group.is_registered)
+    return now
+
+
+def call_of(now: SimpleNamespace, rank: int, group: Any) -> arrivals._Call:
+    """The first call of a rank, in which it has been for long enough to note that."""
+    arrivals._call_counts.clear()
+    now.rank = rank
+    call = arrivals._Call("s3://b/run", group, "call it")
+    assert call.due == now.at + 1
+    assert call.missing_now() == [], "it is unknown"
+    call.note_or_warn()
+    return call
+
+
+def test_the_first_rank_to_leave_a_note_looks_less_and_less_often_who_is_missing(now, caplog):
+    group = Group()
+    first, second = (call_of(now, rank, group) for rank in (2, 0))
+    notes = {"dcp_objstore/calls/job/1/ranks": "2 0 ", "dcp_objstore/calls/job/1/count": 2}
+    assert (now.store.texts, now.store.timeouts) == (notes, [timedelta(seconds=5)] * 2)
+    assert (first.due, second.due) == (130.0, math.inf)
+    now.at, now.rank = 140.0, 2
+    first.note_or_warn()
+    (said,) = caplog.messages
+    assert said.startswith("s3://b/run: rank 2 has waited 40 s in dcp_objstore._Call.note_or_warn (")
+    assert said.endswith(" for rank 1, which has not made this call; call it")
+    assert first.due == 100 + 4 * 40
+    now.store.append("dcp_objstore/calls/job/1/ranks", "1 ")
+    first.note_or_warn()
+    assert (first.due, first.missing, len(caplog.messages)) == (math.inf, [], 1)
+    second.clear()
+    assert now.store.texts == notes | {"dcp_objstore/calls/job/1/ranks": "2 0 1 "}
+    first.clear()
+    assert now.store.texts == {}
+    assert arrivals._call_counts == {group: 1}
+    over = arrivals._Call(None, group, "")
+    over.is_over = True
+    over.note_or_warn()
+    assert now.store.texts == {}, "nobody else would remove the notes"
+
+
+def test_the_outermost_call_of_several_ranks_is_watched_until_it_ends(now, monkeypatch):
+    noted: list[tuple[str, str | None]] = []
+
+    class Watch:
+        def add(self, call: arrivals._Call) -> None:
+            noted.append(("add", call.url))
+            raise RuntimeError("no thread can be started")
+
+        def remove(self, call: arrivals._Call) -> None:
+            noted.append(("remove", call.url))
+
+    monkeypatch.setattr(arrivals, "_watch", SimpleNamespace(here=Watch()))
+    for group in (None, "no group", Group(1), Group(2, is_registered=False)):
+        with arrivals.watching("s3://b/0", group, ""):  # type: ignore[arg-type]
+            assert arrivals._current() is None
+    several: Any = Group(2)
+    with (
+        pytest.raises(KeyError),
+        arrivals.watching("s3://b/1", several, ""),
+        arrivals.watching("s3://b/2", several, ""),
+    ):
+        assert arrivals.missing_ranks() == ""
+        call = arrivals._current()
+        assert call is not None
+        call.missing = [1]
+        assert (call.url, arrivals.missing_ranks()) == ("s3://b/1", "rank 1")
+        raise KeyError
+    assert noted == [("add", "s3://b/1"), ("remove", "s3://b/1")]
+    assert arrivals._current() is None
+    assert arrivals.missing_ranks() == ""
 
 
 @pytest.mark.parametrize(

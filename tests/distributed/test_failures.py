@@ -9,19 +9,28 @@ import threading
 import weakref
 from collections.abc import Callable
 from traceback import StackSummary
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.torch_version import TorchVersion
 
 import dcp_objstore as dos
 from dcp_objstore.distributed import failures
-from dcp_objstore.distributed.failures import drop_state, raise_on_all, typed_failures
+from dcp_objstore.distributed.failures import capture, drop_state, raise_on_all, typed_failures
+from dcp_objstore.distributed.groups import gone_error
 from dcp_objstore.distributed.plugin import plugin_errors
-from dcp_objstore.errors import DcpObjstoreError
+from dcp_objstore.errors import (
+    CommitLostError,
+    DcpObjstoreError,
+    InputError,
+    RankFailedError,
+    one_line,
+)
+from tests.support.rank_threads import RankThreads
 from tests.support.ranks import run_ranks
 
 
@@ -70,18 +79,114 @@ def test_an_error_gets_the_url_of_the_call_unless_it_has_one(known):
     assert alone.value.url == of_dcp.value.url == (known or "s3://bucket/step")
 
 
-def failed_on_the_second(rank: int, world: int) -> tuple[str, str]:
-    held = dos.errors.StoreUnavailableError("down") if rank else None
-    with pytest.raises(dos.errors.StoreUnavailableError) as caught:
-        raise_on_all(held, "s3://bucket/step", dist.group.WORLD)
-    return str(caught.value), str(held)
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> RankThreads:
+    """The ranks 10, 11 and 12 of a job, which are a group, as threads."""
+    ranks: Any = RankThreads(3)
+    ranks.get_global_rank = lambda _, number: 10 + number
+    monkeypatch.setattr(failures, "dist", ranks)
+    monkeypatch.setattr(failures, "has_gone", lambda _: False)
+    monkeypatch.setattr(failures, "current_rank", lambda: 10 + ranks.calling.rank)
+    return ranks
 
 
-def test_an_error_is_raised_with_its_rank_on_all_and_stays_as_its_holder_has_it():
-    (first, _), (second, held) = run_ranks(2, failed_on_the_second)
-    assert first == second
-    assert "rank 1" in first and "s3://bucket/step" in first
-    assert held == "down"
+@pytest.mark.parametrize(
+    ("own", "raised"),
+    [
+        ({}, [None] * 3),
+        ({1: CommitLostError("lost")}, ["lost [rank 11, url 's3://b/run']"] * 3),
+        (
+            {2: CommitLostError("lost"), 1: RankFailedError("foreign", url="s3://b/other")},
+            ["foreign (also failed: rank 12: CommitLostError) [rank 11, url 's3://b/other']"] * 3,
+        ),
+        (
+            {0: CommitLostError("lost"), 1: KeyboardInterrupt("^C")},
+            [said := "lost (also failed: rank 11: RankFailedError) [rank 10, url 's3://b/run']"]
+            + ["^C", said],
+        ),
+    ],
+)
+def test_all_ranks_raise_a_copy_of_the_error_of_the_lowest_that_failed(ranks, own, raised):
+    held = {rank: str(error) for rank, error in own.items()}
+
+    def call(rank: int, group: Any) -> None:
+        ranks.calling.rank = rank
+        raise_on_all(own.get(rank), "s3://b/run", group)
+
+    outcomes = ranks.run(call)
+    assert [None if error is None else one_line(error) for error in outcomes] == raised
+    assert {rank: str(error) for rank, error in own.items()} == held
+
+
+@pytest.mark.parametrize(
+    ("failed_at", "gone", "raised"),
+    [
+        (
+            {2: ZeroDivisionError(), 1: CommitLostError("lost", rank=0)},
+            False,
+            "CommitLostError: lost (also failed: rank 2: ZeroDivisionError) [rank 1, url 's3://b']",
+        ),
+        ({0: KeyboardInterrupt("^C"), 1: KeyError()}, False, "KeyboardInterrupt: ^C"),
+        (
+            {3: KeyError("a")},
+            False,
+            "RankFailedError: KeyError: 'a' [rank 3, url 's3://b']",
+        ),
+        (
+            {n: CommitLostError("lost") for n in range(10)},
+            False,
+            "CommitLostError: lost (also failed: "
+            + "".join(f"rank {n}: CommitLostError, " for n in range(1, 9))[:-2]
+            + " and 1 more) [rank 0, url 's3://b']",
+        ),
+        ({0: RuntimeError("gloo")}, True, f"InputError: {one_line(gone_error('s3://b'))}"),
+        ({0: CommitLostError("lost")}, True, "CommitLostError: lost [rank 0, url 's3://b']"),
+    ],
+)
+def test_what_dcp_reports_of_its_ranks_is_the_error_of_the_lowest(
+    failed_at, gone, raised, monkeypatch
+):
+    monkeypatch.setattr(failures, "has_gone", lambda _: gone)
+    reported = {number: (error, StackSummary()) for number, error in failed_at.items()}
+    with pytest.raises(BaseException) as caught, typed_failures("s3://b", None):
+        raise CheckpointException("", reported)
+    assert f"{type(caught.value).__name__}: {one_line(caught.value)}" == raised
+
+
+@pytest.mark.parametrize(
+    ("error", "gone", "raised"),
+    [
+        (RuntimeError("gloo"), False, "did not answer in time (not seen in this call: rank 1)"),
+        (ValueError("gloo"), False, "did not answer in time"),
+        (KeyError("own"), False, None),
+        (KeyError("own"), True, "the process group of this call was destroyed before its end"),
+        (CommitLostError("lost"), True, None),
+    ],
+)
+def test_what_breaks_a_collective_is_a_rank_that_failed_or_a_group_that_has_gone(
+    error, gone, raised, monkeypatch
+):
+    monkeypatch.setattr(failures, "has_gone", lambda _: gone)
+    monkeypatch.setattr(failures, "current_rank", lambda: 2)
+    unseen = "rank 1" if isinstance(error, RuntimeError) else ""
+    monkeypatch.setattr(failures, "missing_ranks", lambda: unseen)
+    with pytest.raises(Exception) as caught, typed_failures("s3://b", None, "call it"):
+        raise error
+    if raised is None:
+        assert caught.value is error
+        return
+    found: Any = caught.value
+    assert (type(found), found.url) == (InputError if gone else RankFailedError, "s3://b")
+    assert found.message.endswith(raised)
+    assert gone or (found.rank, found.advice) == (2, "call it")
+    assert found.__cause__ is error
+
+
+def test_what_fails_on_one_rank_is_an_error_that_can_be_sent_or_a_ctrl_c():
+    assert capture(lambda: 3) == (3, None)
+    for raised, kind in ((KeyError("a"), RankFailedError), (SystemExit(3), SystemExit)):
+        result, error = capture(Mock(side_effect=raised))
+        assert (result, type(error)) == (None, kind)
 
 
 @pytest.mark.parametrize(

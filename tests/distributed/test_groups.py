@@ -6,6 +6,7 @@ import sys
 import threading
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import dcp_objstore as dos
 from dcp_objstore import torch_private
 from dcp_objstore.distributed import groups
+from tests.support.rank_threads import RankThreads
 from tests.support.ranks import run_alone, run_ranks
 
 
@@ -118,6 +120,43 @@ def trained_while_a_thread_loads(rank: int, world: int, meeting: str) -> bool:
 def test_a_load_in_a_thread_makes_its_group_without_a_default_collective():
     meeting = str(uuid.uuid4())
     assert run_ranks(2, trained_while_a_thread_loads, meeting) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("given", "has_cpu", "meeting", "made_for"),
+    [
+        ("gloo", True, str(uuid.UUID(int=0)), None),
+        ("nccl", False, str(uuid.UUID(int=2**128 - 1)), ("nccl", 2**62 - 1)),
+        ("world", False, None, (None, None)),
+        (None, True, str(uuid.UUID(int=5 * 2**66 + 1)), (None, 5)),
+    ],
+)
+def test_a_load_makes_a_group_unless_the_given_one_takes_tensors_of_the_host(
+    given, has_cpu, meeting, made_for, monkeypatch
+):
+    world, config = SimpleNamespace(group=SimpleNamespace(WORLD="world")), dos.TransferConfig()
+    monkeypatch.setattr(groups, "dist", world)
+    monkeypatch.setattr(torch_private, "has_cpu_backend", lambda _: has_cpu)
+    monkeypatch.setattr(groups, "own_group", lambda *args, number: (*args, number))
+    group: Any = groups.exchange_group(given, config, meeting)
+    if made_for is None:
+        assert group == given
+    else:
+        assert group == ("read once", made_for[0], config, made_for[1])
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_ranks_of_which_some_are_in_more_groups_are_refused_on_all(more, monkeypatch):
+    ranks = RankThreads(3)
+    monkeypatch.setattr(groups, "dist", ranks)
+    monkeypatch.setattr(torch_private, "count_groups", lambda: 2 + more * ranks.calling.rank)
+
+    def refuse(rank: int, group: Any) -> None:
+        ranks.calling.rank = rank
+        groups._refuse_unlike_names(group)
+
+    kinds = [type(outcome) for outcome in ranks.run(refuse)]
+    assert kinds == [dos.errors.UnsupportedError if more else type(None)] * 3
 
 
 def threads_of_gloo_after(url: str) -> int:

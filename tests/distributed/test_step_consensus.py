@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -132,20 +133,35 @@ def test_a_store_that_has_gone_is_given_up_and_training_goes_on(caplog):
     boundaries.close()
 
 
-def test_the_store_keeps_what_two_rounds_need_and_no_more():
+def test_ranks_agree_two_polls_ahead_and_the_store_keeps_what_two_rounds_need():
     store = dist.HashStore()
     ranks = [one_of_two(store, 60, rank) for rank in (0, 1)]
-    for boundaries in ranks:
-        boundaries.start()
-    rounds = 0
-    while rounds < 5:
-        first, second = [boundaries.reached() for boundaries in ranks]
-        assert first == second
-        rounds += bool(first)
-    for boundaries in ranks:
-        boundaries.close()
-    # A request, a count and two announcements in each.
-    assert store.num_keys() <= 2 * 4
+    names = ["request", "count", "at/0", "at/1"]
+    for number, steps in enumerate((1, 3, 7, 15)):  # between two polls, twice as many each time
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(StepConsensus._poll, ranks))
+        ranks[0]._poll()  # changes nothing before the agreement was acted on
+        for step in range(1, steps + 1):
+            expected = frozenset({"end"} if step == steps else ())
+            assert [one.reached() for one in ranks] == [expected] * 2
+        kept = [at for at in range(9) if all(store.check([f"{at}/{name}"]) for name in names)]
+        assert kept == [*range(max(0, number - 1), number + 1)]
+        assert store.num_keys() == len(names) * len(kept)
+
+
+def test_a_rank_alone_does_at_its_next_step_what_it_asks_for():
+    asked = {"time", "end"}
+    alone = StepConsensus(
+        lambda: asked, store=None, rank=0, world_size=1, peer_timeout_seconds=60
+    )
+    assert alone.reached() == frozenset()
+    alone._poll()
+    assert alone.reached() == {"time", "end"}
+    assert alone.reached() == frozenset()
+    asked.clear()
+    alone._poll()
+    assert alone.reached() == frozenset()
+    alone.close()
 
 
 def test_a_rank_that_leaves_stops_no_other():

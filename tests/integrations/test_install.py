@@ -135,7 +135,8 @@ def test_local_paths_and_subclasses_stay_torchs(tmp_path, bucket):
     assert type(FileSystemWriter(tmp_path / "a")) is FileSystemWriter
     assert type(FileSystemReader(str(tmp_path / "a"))) is FileSystemReader
     assert type(FsspecWriter(f"file://{tmp_path}/b")) is FsspecWriter
-    assert type(Own("s3://bucket/key")) is Own
+    for kind in (Own, type("FsspecWriter", (FileSystemWriter,), {})):
+        assert type(kind("s3://bucket/key")) is kind
     assert type(HuggingFaceStorageWriter("memory://bucket/key")) is HuggingFaceStorageWriter
     assert not Own.validate_checkpoint_id("s3://bucket/key")
     for kind in (FileSystemWriter, FileSystemReader, FsspecWriter, Own):
@@ -302,6 +303,62 @@ def test_a_save_that_runs_when_the_installation_ends_goes_where_it_was_sent(buck
     assert is_committed(bucket, "step-3")
 
 
+@pytest.mark.parametrize(
+    ("path", "url"),
+    [
+        ("s3://b/k", "s3://b/k"),
+        ("/home/S3:/b/k", "s3://b/k"),
+        (Path("s3://b/k"), "s3://b/k"),
+        ("s3:", "s3://"),
+        ("file:///tmp/x", "file:///tmp/x"),
+        ("gs://b/k", None),
+        ("b/s3/k", None),
+        (3, None),
+    ],
+)
+def test_a_path_stands_for_the_url_that_it_was_made_of(path, url):
+    assert module.url_in(path, {"s3", "file"}) == url
+
+
+def test_a_function_for_urls_gets_the_store_first_and_others_go_to_the_original():
+    config = dos.TransferConfig(max_retries=3)
+    call = module.for_urls(lambda *args, **named: (args, named), lambda *args, **named: args, 1)
+    with dos.install(storage_options={"key": "k", "secret": "s"}, config=config):
+        (spec, *args), named = call("s3://b/1", "s3:/b/2", last=True)
+        assert (spec.url, spec.storage_options["key"], spec.config) == ("s3://b/2", "k", config)
+        assert (args, named) == (["s3://b/1", "s3:/b/2"], {"last": True})
+        for others in (("s3://b/1",), ("s3://b/1", "local", 3)):
+            assert call(*others, last=True) == others
+    assert call("s3://b/1", "s3://b/2") == ("s3://b/1", "s3://b/2")
+
+
+@pytest.mark.parametrize(
+    ("installed", "given", "overwrite"),
+    [(None, {}, True), (None, {"overwrite": False}, False), (True, {"overwrite": False}, True)],
+)
+def test_each_setting_reaches_the_writer_and_the_reader(
+    installed, given, overwrite, tmp_path, monkeypatch
+):
+    made: list[Any] = []
+
+    class Noted:
+        def __init__(self, **settings: Any) -> None:
+            made.append(settings)
+            self.reset = made.append
+
+    for name in ("InstalledWriter", "InstalledReader"):
+        monkeypatch.setattr(module, name, Noted)
+    settings: dict[str, Any] = {"config": dos.TransferConfig(max_retries=3), "local": tmp_path}
+    ours = {**settings, "storage_options": {"key": "k"}, "schemes": ["S3"]}
+    dos.install(**ours, overwrite=installed, trust_pickle=True, allow_unfenced=True)
+    FsspecWriter("s3:/b/k", secret="s", **given)
+    FsspecReader("s3:/b/k", secret="s")
+    shared = {"storage_options": {"key": "k", "secret": "s"}, **settings}
+    shared["local"] = dos.Local(str(tmp_path))
+    writing = {**shared, "overwrite": overwrite, "allow_unfenced": True}
+    assert made == [writing, "s3://b/k", {**shared, "trust_pickle": True}, "s3://b/k"]
+
+
 def test_functions_that_install_replaces_are_still_pickled_by_their_names():
     """As programs do that hand them to a pool of processes."""
     dos.install()
@@ -345,6 +402,11 @@ def test_what_cannot_be_kept_is_refused():
     dos.install()
     with pytest.raises(dos.errors.UnsupportedError, match="_extensions"):
         FileSystemWriter("s3://bucket/key", _extensions=[object()])
+    formats = torch.distributed.checkpoint.filesystem.SerializationFormat
+    FileSystemWriter("s3://bucket/key", serialization_format=formats.TORCH_SAVE)
+    with pytest.raises(dos.errors.UnsupportedError, match="serialization_format") as caught:
+        FileSystemWriter("s3://bucket/key", serialization_format=formats.SAFETENSORS)
+    assert caught.value.url == "s3://bucket/key"
     with pytest.raises(TypeError, match="path"):
         FileSystemWriter()
 

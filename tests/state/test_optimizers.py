@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import Counter
+import operator
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 
 import dcp_objstore as dos
 from dcp_objstore.errors import RankFailedError, StateMismatchError
-from dcp_objstore.state import optimizers
+from dcp_objstore.state import fsdp1, optimizers
 from dcp_objstore.state.fsdp1 import FlatOptimizer
 from dcp_objstore.state.optimizers import NamedOptimizer
 from dcp_objstore.state.record import Record
@@ -431,3 +432,64 @@ def test_under_fsdp1_an_optimizer_is_not_stepped_for_what_never_gets_a_state(fro
     optimizer.step()
     flat = FlatOptimizer(optimizer, model, ["trains"], ("model",), loading=True)
     assert flat.state_dict["state"]["trains"]["exp_avg"].all(), "a step would begin with zeros"
+
+
+NAMES, STATE, GROUPS = ["model.a", "model.b"], "o.state.a.exp_avg", "o.param_groups.0.lr"
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps", "strict", "asked", "lacking", "restored_without"),
+    [
+        ([*NAMES, STATE], 0, True, "a", "b", "b"),
+        ([*NAMES, STATE], 1, True, "a", "b", "b"),
+        (["model.a", STATE], 0, True, "ab", "", ""),  # the checkpoint does not know `b`
+        (["model.a", STATE], 0, False, "ab", "", "b"),
+        (["model.a", STATE], 1, False, "ab", "", ""),
+        (NAMES, 0, True, "", "", "ab"),
+        (NAMES, 0, False, "ab", "", "ab"),  # it has nothing of the optimizer
+        (NAMES, 1, False, "ab", "", ""),
+        ([*NAMES, GROUPS], 1, False, "", "", "ab"),
+    ],
+)
+def test_under_fsdp1_a_load_asks_for_state_that_was_saved_or_may_be_missed(
+    keys, steps, strict, asked, lacking, restored_without
+):
+    model = nn.ParameterDict({name: torch.ones(2) for name in "ab"})
+    optimizer = torch.optim.Adam(model.parameters())
+    if steps:
+        sum(value.sum() for value in model.values()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    flat = FlatOptimizer(optimizer, model, ["a", "b"], ("model",), loading=True)
+    tensor = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2]), [])
+    record = Record(Metadata(dict.fromkeys(keys, tensor)), {})
+    wanted = flat.ask(None, record, ("o",), strict=strict)
+    assert "".join(wanted["state"]) == asked
+    assert wanted["param_groups"] == flat.state_dict["param_groups"]
+    assert ("".join(flat.lacking), "".join(flat._without_state)) == (lacking, restored_without)
+
+
+def test_under_fsdp1_the_step_that_torch_makes_leaves_no_trace():
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step(model, optimizer)
+    state, gradients = optimizer.state, [parameter.grad for parameter in model.parameters()]
+    with pytest.raises(ValueError, match="of the step"), fsdp1._stepping(optimizer):
+        assert (optimizer.state, model[0].weight.grad) == ({}, None)
+        assert optimizer.state["made when it is looked for"] == {}
+        optimizer.param_groups[0]["lr"] = 0.0
+        raise ValueError("of the step")
+    assert optimizer.state is state
+    assert all(map(operator.is_, (one.grad for one in model.parameters()), gradients))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    for loaded, after in ((None, state), (other := defaultdict(dict), other)):
+        with pytest.raises(ValueError, match="of the load"), fsdp1._not_stepping(optimizer):
+            assert optimizer.state, "torch would make one"
+            optimizer.state = optimizer.state if loaded is None else loaded
+            raise ValueError("of the load")
+        assert optimizer.state is after
+    empty: dict[str, Any] = {"params": []}
+    one = torch.optim.SGD([*optimizer.param_groups, dict(empty)], lr=0.5)
+    FlatOptimizer(one, model, [], ("model",), loading=False)
+    one.add_param_group(dict(empty))
+    with pytest.raises(StateMismatchError, match="at most one"):
+        FlatOptimizer(one, model, [], ("model",), loading=False)

@@ -40,7 +40,6 @@ def copied(state_dict):
     return state_dict
 
 
-# The one wants a closure, the other sparse gradients.
 def test_ranks_go_through_the_state_in_one_order_modules_and_optimizers_first():
     """Its methods may be collectives; a scheduler may read what its optimizer has restored."""
     calls: list[tuple[str, str]] = []
@@ -179,8 +178,10 @@ class Rotary(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.proj = nn.Linear(4, 4)
-        self.register_buffer("mean", torch.zeros(4))
-        self.register_buffer("freqs", torch.arange(4.0), persistent=False)
+        for name in ("mean", "scale"):
+            self.register_buffer(name, torch.zeros(4))
+        for number in range(4):
+            self.register_buffer(f"freqs{number}", torch.arange(4.0), persistent=False)
 
 
 def test_a_module_on_the_meta_device_is_refused_with_what_to_do():
@@ -190,12 +191,12 @@ def test_a_module_on_the_meta_device_is_refused_with_what_to_do():
     with pytest.raises(UnsupportedError, match="to_empty") as caught:
         ConvertedState(state, loading=True)
     assert caught.value.key == "model"
-    assert "(model.mean, model.proj.weight, model.proj.bias)" in str(caught.value)
-    assert "(freqs)" in str(caught.value)
+    assert "(model.mean, model.scale, model.proj.weight and 1 more)" in str(caught.value)
+    assert "(freqs0, freqs1, freqs2 and 1 more)" in str(caught.value)
     model.to_empty(device="cpu")
     ConvertedState({"model": model}, loading=True)
     # What is not loaded may lie anywhere.
-    model.freqs = model.freqs.to("meta")
+    model.freqs0 = model.freqs0.to("meta")
     ConvertedState({"model": model}, loading=True)
     ConvertedState({"t": torch.zeros(2, device="meta")}, loading=False)
 
@@ -231,12 +232,18 @@ def test_it_is_known_what_stands_where():
             "parts": [{0: dos.trainable(part), 1: torch.optim.SGD(part.parameters())}],
             "own": PerRank(1),
             "all": PerRank(1, choice="list"),
+            "held": Holder({"n": 1}),
+            "numbered": {"state": {}, "param_groups": [{"params": [0]}]},
+            "plain": 1,
+            "listed": [1, 2],
+            "empty": {},
         },
         loading=False,
     )
     optimizers = [("of_whole",), ("parts", "0", "1")]
     assert converted.optimizers == optimizers
-    assert converted.whole == [("parts",), ("whole",), *optimizers]
+    lists_and_dicts, held = [("parts",), ("empty",)], [("held",), ("numbered",)]
+    assert converted.whole == [*lists_and_dicts, ("whole",), *optimizers, *held]
     assert converted.per_rank == {("own",): False, ("all",): True}
     assert converted.left_out == {("parts", "0", "0"): {"tensors": 1, "elements": 2}}
 
@@ -357,10 +364,17 @@ def test_nothing_that_is_restored_in_place_may_stand_in_a_tuple(part):
         to_state_dict({"t": PerRank((0, part))})
 
 
-@pytest.mark.parametrize("state", [nn.Linear(2, 2), {1: 2}], ids=["module", "number"])
-def test_a_state_is_a_dict_of_names(state):
-    with pytest.raises(StateMismatchError, match=r"'model'|must be str"):
+@pytest.mark.parametrize(
+    ("state", "said", "advice"),
+    [
+        (nn.Linear(2, 2), "got Linear", "wrap it as {'model': ...}"),
+        ({1: 2}, "must be str, got 1", None),
+    ],
+)
+def test_a_state_is_a_dict_of_names(state, said, advice):
+    with pytest.raises(StateMismatchError, match=said) as caught:
         to_state_dict(state)
+    assert caught.value.advice == advice
 
 
 @pytest.mark.parametrize("lacks", ["state_dict", "load_state_dict"])
