@@ -242,7 +242,9 @@ def test_the_first_rank_to_leave_a_note_looks_less_and_less_often_who_is_missing
     now.at, now.rank = 140.0, 2
     first.note_or_warn()
     (said,) = caplog.messages
-    assert said.startswith("s3://b/run: rank 2 has waited 40 s in dcp_objstore._Call.note_or_warn (")
+    assert said.startswith(
+        "s3://b/run: rank 2 has waited 40 s in dcp_objstore._Call.note_or_warn ("
+    )
     assert said.endswith(" for rank 1, which has not made this call; call it")
     assert first.due == 100 + 4 * 40
     now.store.append("dcp_objstore/calls/job/1/ranks", "1 ")

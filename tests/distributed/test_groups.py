@@ -77,26 +77,29 @@ def test_a_restarted_job_uses_no_name_again_below_which_its_store_has_addresses(
     assert {attempt[0][2] for attempt in attempts} == {"1"}  # the program's own, as torch counts
 
 
-def call_alone(rank: int, world: int) -> str:
+def call_alone(rank: int, world: int) -> list[str]:
     again("cuda:gloo", "without-cpu")
-    store = torch_private.default_store()
+    store, texts = torch_private.default_store(), []
     if rank == 1:
         store.wait(["failed"])
-        return ""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-        try:
-            with pytest.raises(dos.errors.RankFailedError) as caught:
-                groups.own_group(groups.CALLS, None, dos.TransferConfig(peer_timeout_seconds=1))
-        finally:
-            store.set("failed", "")
-    return str(caught.value)
+        return []
+    try:
+        for outlives in ("True", "False"):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("TORCHELASTIC_USE_AGENT_STORE", outlives)
+                config = dos.TransferConfig(peer_timeout_seconds=0.5)
+                with pytest.raises(dos.errors.RankFailedError) as caught:
+                    groups.own_group(groups.CALLS, None, config)
+            texts.append(str(caught.value))
+    finally:
+        store.set("failed", "")
+    return texts
 
 
 def test_the_error_names_a_dead_rank_and_under_torchrun_the_store_that_outlives_it():
-    text, _ = run_ranks(2, call_alone)
-    assert "has died" in text
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
+    texts, _ = run_ranks(2, call_alone)
+    assert all("has died" in text and text.endswith("[rank 0]") for text in texts)
+    assert ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text for text in texts] == [True, False]
 
 
 def trained_while_a_thread_loads(rank: int, world: int, meeting: str) -> bool:

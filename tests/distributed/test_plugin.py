@@ -42,6 +42,8 @@ CONFIG = TransferConfig(part_size_bytes=6 << 20)
         (OSError("no files"), RankFailedError, "(OSError: no files)"),
         (RuntimeError("of torch"), RankFailedError, "(RuntimeError: of torch)"),
         (ValueError("a=3"), UnsupportedError, "(ValueError: a=3): change it"),
+        (RecursionError("deep"), UnsupportedError, "(RecursionError: deep): change it"),
+        (NotImplementedError("op"), UnsupportedError, "(NotImplementedError: op): change it"),
     ],
 )
 def test_an_error_with_a_value_of_the_state_says_whose_fault_it_is(error, kind, end):

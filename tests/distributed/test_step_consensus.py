@@ -151,9 +151,7 @@ def test_ranks_agree_two_polls_ahead_and_the_store_keeps_what_two_rounds_need():
 
 def test_a_rank_alone_does_at_its_next_step_what_it_asks_for():
     asked = {"time", "end"}
-    alone = StepConsensus(
-        lambda: asked, store=None, rank=0, world_size=1, peer_timeout_seconds=60
-    )
+    alone = StepConsensus(lambda: asked, store=None, rank=0, world_size=1, peer_timeout_seconds=60)
     assert alone.reached() == frozenset()
     alone._poll()
     assert alone.reached() == {"time", "end"}
