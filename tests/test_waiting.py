@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import threading
@@ -121,21 +120,52 @@ def test_none_can_be_taken():
     assert source.empty()
 
 
-def test_a_forked_child_has_an_object_of_its_own_and_the_parent_keeps_its(tmp_path):
-    files = [open_here(tmp_path / name, os.O_CREAT | os.O_RDWR, 0o600) for name in "ab"]
-    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
-    close_here(files.pop())
-    lock = PerProcess(threading.Lock)
+class Owned:
+    """A lock that notes where it is freed."""
+
+    freed: list[int] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __del__(self) -> None:
+        self.freed.append(os.getpid())
+
+
+def test_a_forked_child_has_an_object_of_its_own_and_the_parent_keeps_its():
+    owned = PerProcess(Owned)
     renewed: list[int] = []
     in_forked_child(lambda: renewed.append(os.getpid()))
-    lock.here.acquire()
+    owned.here.lock.acquire()
     child = os.fork()
     if not child:
-        with contextlib.suppress(OSError):
-            os.fstat(files[0])
-            os._exit(2)
-        os._exit(0 if lock.here.acquire(timeout=5) and renewed == [os.getpid()] else 1)
+        is_own = owned.here.lock.acquire(timeout=5) and renewed == [os.getpid()]
+        os._exit(0 if is_own and not Owned.freed else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert lock.here.locked()
+    assert owned.here.lock.locked()
     assert not renewed
-    close_here(files.pop())
+
+
+def is_open(file: int) -> bool:
+    try:
+        os.fstat(file)
+    except OSError:
+        return False
+    return True
+
+
+def test_a_file_of_this_process_alone_is_closed_in_a_forked_child_until_it_is_closed_here(tmp_path):
+    before = os.umask(0)
+    opened = open_here(tmp_path / "a", os.O_CREAT | os.O_RDWR)
+    number = open_here(tmp_path / "b", os.O_CREAT | os.O_RDWR, 0o600)
+    os.umask(before)
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in "ab"] == [0o666, 0o600]
+    close_here(number)
+    shared = os.open(tmp_path / "b", os.O_RDONLY)
+    assert shared == number, "which the child keeps"
+    child = os.fork()
+    if not child:
+        os._exit(0 if is_open(shared) and not is_open(opened) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    close_here(opened)
+    os.close(shared)
