@@ -31,6 +31,7 @@ from dcp_objstore.convert.frameworks import (
     CONFIG_FILE,
     META_KEY,
     WEIGHTS_FILE,
+    AdapterFolder,
     adapter_folder,
     nest_for_lightning,
 )
@@ -355,11 +356,7 @@ def _plan(
         assert deciding is not None
         after_shards = copied()
         if name is None:
-            from_checkpoint = trainer_files(checkpoint)
-            if adapter:
-                from_checkpoint += [PlannedFile.of(CONFIG_FILE, adapter.config.encode())]
-            copied_names = {file.name for file in after_shards}
-            after_shards += [file for file in from_checkpoint if file.name not in copied_names]
+            after_shards += _from_checkpoint(checkpoint, adapter, after_shards)
         after_shards.append(deciding)
     dtypes = [str(info.dtype) for info in tensors.values()]
     return ExportPlan(
@@ -373,6 +370,17 @@ def _plan(
         stem=stem,
         digest=xxhash.xxh3_64_hexdigest(repr((names, dtypes, most_bytes)).encode()),
     )
+
+
+def _from_checkpoint(
+    checkpoint: Checkpoint, adapter: AdapterFolder | None, copied: Iterable[PlannedFile]
+) -> list[PlannedFile]:
+    """Return the small files that the checkpoint has for a folder, without namesakes of copies."""
+    files = trainer_files(checkpoint)
+    if adapter:
+        files.append(PlannedFile.of(CONFIG_FILE, adapter.config.encode()))
+    copied_names = {file.name for file in copied}
+    return [file for file in files if file.name not in copied_names]
 
 
 def _renamed_values(names: Mapping[str, str], flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -274,13 +274,13 @@ class NamedOptimizer:
         # groups, which are those of one rank.
         group_of = {name: group for group in saved[::-1] for name in group.get("params", ())}
         group_of |= by_name  # in the flattened form, each parameter has its own settings
+        # Groups without parameters have no names; they are paired in their order.
         empty = iter([group for group in saved if not group.get("params")])
         defaults = getattr(self._optimizer, "defaults", ())  # PostLocalSGDOptimizer has none
         groups, kept = [], []
         for index, own in enumerate(self._packed["param_groups"]):
             names = [name for number in own["params"] for name in self._parameters[number].names]
             named_groups = [group_of[name] for name in names if name in group_of]
-            # Groups without parameters have no names; they are paired in their order.
             sources = named_groups if names else [*itertools.islice(empty, 1)]
             agreed, differing = _common(sources)
             if differing and self._strict:
