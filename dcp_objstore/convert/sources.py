@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -14,6 +15,8 @@ from dcp_objstore.inspect.fill import new_tensor
 from dcp_objstore.inspect.selection import Patterns
 from dcp_objstore.inspect.slabs import Slab, read_ahead
 from dcp_objstore.read.geometry import narrow
+from dcp_objstore.state.record import is_whole
+from dcp_objstore.state.state_dict import literal_name
 from dcp_objstore.write.planner import AgreeingSavePlanner
 
 # The place of each flattened key in the nested dict, as DCP's planners have it.
@@ -122,6 +125,8 @@ class TorchSource(Source):
         self, url: str, state: dict[str, Any], check: Callable[[], object] | None = None
     ) -> None:
         self._check_unchanged = check
+        with suppress(RecursionError):  # it contains itself, which the planner says better
+            state = _with_names(state)
         # The planner of a save flattens the dict, and so gives each key its name and its path.
         planner = AgreeingSavePlanner(url, state, ranks=1)
         planner.set_up_planner(state, StorageMeta(), is_coordinator=True)
@@ -149,3 +154,16 @@ class TorchSource(Source):
         copies = [view.clone() for view in views]
         self._check_unchanged()
         return copies
+
+
+def _with_names(value: Any) -> Any:
+    """Return a state dict with the names of its keys, from which a read makes the keys again."""
+    if isinstance(value, list) and not is_whole(value):
+        return [_with_names(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    named = {
+        key if type(key) is str else literal_name(key): _with_names(item)
+        for key, item in value.items()
+    }
+    return named if len(named) == len(value) else value  # two have one name: the planner refuses it

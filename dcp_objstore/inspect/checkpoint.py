@@ -37,7 +37,7 @@ from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import OnEvent, Opened
 from dcp_objstore.observe.report import LoadReport, VerifyReport, first_few, size_text
 from dcp_objstore.read.geometry import Box
-from dcp_objstore.read.items import Rename
+from dcp_objstore.read.items import Rename, typed_paths
 from dcp_objstore.read.mismatch import nearest
 from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_stored_checkpoint
 from dcp_objstore.state.stored import known_dtype
@@ -297,7 +297,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
     @property
     def paths(self) -> Mapping[str, tuple[str | int, ...]]:
         """The place of each key in the nested dict that was saved, as far as it is known."""
-        return self._stored.items.paths or {}
+        return typed_paths(self._stored.items)
 
     def __len__(self) -> int:
         return len(self._stored.items.keys)
@@ -472,13 +472,16 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
     def nested(self, flat: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a result of `read` to the nested dict that was saved.
 
+        Keys of dicts that were numbers, bools, None or tuples of these are so again. (Stock writers
+        leave only their text in a checkpoint, and stock readers return it.)
+
         If only some entries of a list were read, the others are None.
 
         Raises:
             CheckpointCorruptError: the places that the checkpoint gives contradict each other.
         """
         try:
-            return nested(flat, self._stored.items.paths)
+            return nested(flat, self.paths)
         except CheckpointCorruptError as error:
             raise error.at(url=self.url) from None
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from dcp_objstore.checkpoint.index import LiteralKey
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, StateMismatchError
 from dcp_objstore.observe.report import first_few
 from dcp_objstore.read.geometry import Box
@@ -140,13 +141,14 @@ def nested(
 
     Args:
         flat: the values by key.
-        places: DCP's FLATTEN_MAPPING, the place of each key in the nested dict. A key without a
-            place stays as it is.
+        places: the place of each key in the nested dict, as `typed_paths` gives them. A key without
+            a place stays as it is.
 
     Raises:
         CheckpointCorruptError: two places contradict each other, or leave too much of lists empty.
     """
     result: dict[str, Any] = {}
+    dicts: list[dict[Any, Any]] = [result]
     # The number of entries of lists that may still be filled with None. Each step of a place adds
     # one, because it may use an entry itself.
     room = _MOST_ABSENT
@@ -159,6 +161,7 @@ def nested(
             if inner is None:
                 inner = {} if isinstance(following, str) else []
                 container[step] = inner
+                dicts += [inner] if isinstance(inner, dict) else []
             container = inner
         if not place:  # an empty place is no place in a dict
             raise _contradiction(key)
@@ -166,6 +169,12 @@ def nested(
         if present is not None:
             raise _contradiction(key)
         container[place[-1]] = value
+    for names in dicts:
+        if any(isinstance(name, LiteralKey) for name in names):
+            own_keys = [name.value if isinstance(name, LiteralKey) else name for name in names]
+            values = [*names.values()]
+            names.clear()
+            names.update(zip(own_keys, values, strict=True))
     return result
 
 

@@ -267,7 +267,7 @@ class ConvertedState:
             # only what was stored, so there the dict is stored, as `Empty`.
             is_needed = any(path[:number] in self._decided for number in range(1, len(path)))
             return Empty if is_needed else {}
-        name_of = str if self._loading else _literal_name
+        name_of = str if self._loading else literal_name
         plain: dict[str, Any] = {}
         for key, item in value.items():
             name = key if type(key) is str else name_of(key)
@@ -527,7 +527,7 @@ def _clash(values: str, path: Path) -> StateMismatchError:
     )
 
 
-def _literal_name(key: Any) -> str:
+def literal_name(key: Any) -> str:
     """Return the name of a key that is not a plain str.
 
     If the name is a literal of the key, as "1" is of 1, a load can give back the key itself: then

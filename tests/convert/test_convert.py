@@ -333,6 +333,31 @@ def test_a_torch_file_is_planned_for_a_tensor_larger_than_the_memory():
     assert planned.keys == ["w", "b"]
 
 
+@pytest.mark.parametrize("by_file", [False, True])
+def test_keys_of_dicts_that_are_no_text_come_back_from_a_checkpoint_and_a_file(tmp_path, by_file):
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    keys = {7: [{8: torch.ones(1)}, 9], (1, 2): torch.zeros(1), None: 2, False: torch.ones(1)}
+    state = {"optimizer": optimizer.state_dict(), "keys": {**keys, "5": torch.ones(1)}}
+    url, again = (tmp_path / "saved").as_uri(), (tmp_path / "again").as_uri()
+    if by_file:
+        torch.save(state, tmp_path / "in.pt")
+        dos.import_checkpoint(tmp_path / "in.pt", url, progress=False)
+    else:
+        dos.save(state, url, progress=False)
+    dos.export_checkpoint(url, tmp_path / "out.pt", progress=False)
+    dos.import_checkpoint(url, again, rename=[("^no", "")], progress=False)
+    file = torch.load(tmp_path / "out.pt", weights_only=False)
+    for found in (dos.read_state_dict(url), file, dos.read_state_dict(again)):
+        assert {*found["keys"]} == {*state["keys"]}
+        torch.testing.assert_close(found["keys"][7], [{8: torch.ones(1)}, 9])
+        other = torch.optim.AdamW(layer.parameters())
+        other.load_state_dict(found["optimizer"])
+        torch.testing.assert_close(other.state_dict(), state["optimizer"])
+
+
 def test_two_keys_of_a_torch_file_with_one_name_are_refused(tmp_path):
     torch.save({1: torch.ones(1), "1": torch.ones(2)}, tmp_path / "clash.pt")
     with pytest.raises(StateMismatchError, match="same name"):
