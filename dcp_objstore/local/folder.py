@@ -46,11 +46,12 @@ ABANDONED_AFTER_SECONDS = 24 * 3600.0
 # The folders of the runs that this process has used, and whether it has saved there.
 runs_here: PerProcess[dict[Path, bool]] = PerProcess(dict)
 
-_IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 # This part of the memory below each limit is left to the job itself.
 _LEFT_TO_THE_JOB = 0.1
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _MOUNTED, _ROOTS = Path("/sys/fs/cgroup"), ("", "unified", "memory")
+# What is raised where a system says nothing of its memory, or says it in another form.
+_UNSAID = (OSError, ValueError, KeyError, IndexError)
 # The limit and what is used, in versions 2 and 1 of cgroups.
 _FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
@@ -219,8 +220,9 @@ def room_bytes(home: Path, max_bytes: int | None) -> int:
         room = free_bytes - system.f_blocks * system.f_frsize // 10
     else:
         room = min(free_bytes, max_bytes - full_bytes)
-    if _file_system_of(home.parent.stat().st_dev) in _IN_MEMORY:
-        # The copies are in memory, which they take from the job.
+    if _file_system_of(home.parent.stat().st_dev) == "tmpfs":
+        # The copies are in memory, which they take from the job. (No other file system in memory
+        # says how much room it has, so nothing is written there.)
         room = min([room, *(free - coming_bytes for free in free_memory_bytes())])
     return room
 
@@ -241,7 +243,7 @@ def sizes_of(folder: Path) -> tuple[int, int]:
 def _file_system_of(device: int) -> str | None:
     """Return the type of a device's file system, such as "tmpfs"; None where nothing says it."""
     number = f"{os.major(device)}:{os.minor(device)}"
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    with contextlib.suppress(*_UNSAID):
         for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
             # Such as "36 35 98:0 / /mnt rw,noatime shared:1 - ext3 /dev/root rw".
             if line.split()[2] == number:
@@ -256,12 +258,12 @@ def free_memory_bytes() -> list[int]:
     What the system does not say is left out.
     """
     free = []
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    with contextlib.suppress(*_UNSAID):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         memory = {line.split()[0]: int(line.split()[1]) * 1024 for line in lines}
         free.append(memory["MemAvailable:"] - int(memory["MemTotal:"] * _LEFT_TO_THE_JOB))
     for group, (limit_file, usage_file) in product(_cgroups(), _FILES):
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(*_UNSAID):
             limit_bytes = int((group / limit_file).read_text(encoding="ascii"))
             lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
             counts = {line.split()[0]: int(line.split()[1]) for line in lines}

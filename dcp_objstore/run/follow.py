@@ -131,7 +131,7 @@ class _Follower:
     """A job that follows a run. The settings are those of `follow`.
 
     Attributes:
-        poll_at: no poll begins earlier, by `monotonic`.
+        poll_at: no poll but the first begins earlier, by `monotonic`.
         listed: the latest listing; None before the first one.
         markers: the markers that were read, by the names of their steps.
         seen: the ids of the commits that have come, or never will.
@@ -146,7 +146,7 @@ class _Follower:
     poll_seconds: float
     pin: str | None
     on_dropped: Callable[[ListedCheckpoint], object]
-    poll_at: float = -math.inf
+    poll_at: float = math.inf
     listed: Catalogue | None = None
     markers: Markers = field(default_factory=Markers)
     seen: set[str] = field(default_factory=set)

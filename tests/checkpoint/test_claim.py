@@ -42,6 +42,7 @@ from dcp_objstore.errors import (
     ConfigError,
     InputError,
     LostRaceError,
+    ObjectNotFoundError,
     PermissionDeniedError,
     RetryableError,
     StoreUnavailableError,
@@ -364,6 +365,34 @@ def test_a_save_is_a_success_only_if_the_claim_was_read_after_it(run, answers, k
     sent = run.requests[before:]
     assert sent == [("get", CLAIM_KEY)] * (asked or len(sent))
     assert bool(clock.now) == (AWAY in (answers or ()))
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        Job.finish,
+        lambda job: job.go_back(1),
+        lambda job: job.confirm(goes_back=True),
+        lambda job: rule.refuse_uncounted(job.process.at(""), 1),
+    ],
+)
+def test_one_answer_that_a_run_has_no_claim_is_not_believed_by_its_job(act):
+    """Whichever of its GETs of `_CLAIM` is answered so."""
+    for wrong in itertools.count(1):
+        world = new_run()
+        job = Job(world)
+        job.save_steps(1, 2)
+        asked = itertools.count(1)
+
+        def answer(key: str, asked: Any = asked, wrong: int = wrong) -> None:
+            if key == CLAIM_KEY and next(asked) == wrong:
+                raise ObjectNotFoundError("404")
+
+        world.on_get = answer
+        act(job)
+        if next(asked) <= wrong:
+            break
+    assert wrong > 1
 
 
 # --- taking over

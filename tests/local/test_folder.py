@@ -53,7 +53,7 @@ def give_away(path: Path) -> None:
 
 
 def open_to_all(path: Path) -> None:
-    path.chmod(0o777)
+    path.chmod(0o701)  # even to enter it
 
 
 def link_instead(path: Path) -> None:
@@ -81,15 +81,17 @@ def test_a_folder_that_others_could_have_made_is_not_used(node, caplog, spoil):
     assert sum("no copies in" in line for line in caplog.messages) == 1
 
 
-@pytest.mark.parametrize("kind", ["missing", "file", "fifo"])
-def test_what_is_no_folder_is_one_warning(tmp_path, caplog, kind):
-    node = Node(tmp_path / kind, f"memory://{secrets.token_hex(6)}/run")
-    (tmp_path / "file").touch()
+def test_what_is_no_folder_is_one_warning_for_each_kind_of_error(tmp_path, caplog):
     os.mkfifo(tmp_path / "fifo")
-    node.save(1)
-    assert node.load(1).local_bytes == 0
-    assert len(node.unused) == 2
-    assert sum("no copies in" in line for line in caplog.messages) == 1
+    (tmp_path / "file").touch()
+    for warnings, kind in enumerate(("missing", "fifo", "file", "file"), 1):
+        node = Node(tmp_path / kind, f"memory://{secrets.token_hex(6)}/run")
+        node.save(1)
+        assert node.load(1).local_bytes == 0
+        assert len(node.unused) == 2
+        assert sum("no copies in" in line for line in caplog.messages) == warnings
+        if kind == "file":
+            (tmp_path / kind).unlink(missing_ok=True)
     assert not (tmp_path / "missing").exists()
 
 
@@ -141,6 +143,46 @@ def test_a_folder_that_is_read_only_is_read(node, monkeypatch, caplog):
         node.save(2)
     assert sum("Read-only" in line for line in caplog.messages) == 1
     assert node.load(2).local_bytes == 0
+
+
+def test_a_checkpoint_at_the_root_of_a_store_is_a_run_of_its_own(node):
+    url = node.run.removesuffix("/run")
+
+    def load() -> dos.reports.LoadReport:
+        return dos.load(state_of(1, blank=True), url, local=node.local, on_event=node.note)
+
+    dos.save(state_of(1), url)
+    assert (load().local_bytes, list(node.folder.iterdir()), node.unused) == (0, [], [])
+    dos.save(state_of(1), url, overwrite=True, local=node.local)
+    assert load().fetched_bytes == 0
+    (node.home / "half removed").mkdir()
+    (node.home / "link").symlink_to("half removed")
+    half, run = folder.local_runs(node.local)
+    nothing = folder.Files(0, 0)
+    assert half == folder.LocalRun(
+        folder="half removed",
+        url=None,
+        endpoint_url=None,
+        in_use=False,
+        used_at=None,
+        steps={},
+        unfinished=nothing,
+    )
+    assert run.used_at is not None
+    (copy,) = node.files
+    files = folder.Files(1, copy.stat().st_blocks * 512)
+    assert (run.url, run.endpoint_url, run.in_use) == (url, None, True)
+    assert (run.steps, run.unfinished, run.total) == ({".": files}, nothing, files)
+    assert copy.stat().st_mode & 0o777 == 0o600
+
+
+def test_where_the_system_names_no_boot_a_process_is_alone(monkeypatch):
+    monkeypatch.setattr(os, "readlink", Mock(side_effect=OSError))
+    assert folder.pid_namespace() == f"{os.uname().nodename} {os.getpid()}"
+
+
+def test_a_file_that_is_removed_meanwhile_is_not_being_written(tmp_path):
+    assert not folder.File(tmp_path / "gone", tmp_path.stat()).is_being_written
 
 
 # --- what stays
@@ -198,6 +240,7 @@ def test_a_save_that_is_killed_leaves_the_newest_step_and_is_written_over(
     if loaded:
         node.load(2)
     node.save(3)
+    assert open_files(node.folder) == []
     assert len(node.files) == 2
     assert node.load(3).fetched_bytes == 0
     assert (node.load(2).fetched_bytes == 0) == loaded
@@ -373,7 +416,7 @@ DEAD, ELSEWHERE = 2**22 + 1, "another-boot pid:[1] 7"
     ("process", "age_seconds", "is_kept"),
     [
         ("{place} {dead}", 60, False),
-        ("{place} 1", 60, True),
+        ("{place} 1", DAY - 60, True),
         ("{place} 1", DAY + 60, False),
         (ELSEWHERE, 60, True),  # it may be alive in another container
         (ELSEWHERE, DAY + 60, False),

@@ -7,17 +7,21 @@ import itertools
 import os
 import secrets
 import shutil
+import stat
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import dcp_objstore as dos
 from dcp_objstore.local import copies, folder as room
+from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.local import LOCK_POLICY, locked
 from tests.support.campaign import cases
 from tests.support.node_copies import Node, restart
@@ -74,10 +78,22 @@ def test_max_bytes_are_never_exceeded(node, caplog, room_kib):
 
 
 def test_max_bytes_give_no_room_that_the_file_system_does_not_have(tmp_path, monkeypatch):
-    system = SimpleNamespace(f_bavail=3, f_frsize=4 * KIB, f_blocks=10**6)
+    system = SimpleNamespace(f_bavail=3, f_frsize=4 * KIB, f_blocks=20)
     monkeypatch.setattr(os, "statvfs", lambda _: system)
-    rooms = [room.room_bytes(tmp_path / "home", most) for most in (10 * KIB, 100 * KIB)]
-    assert rooms == [10 * KIB, 12 * KIB]
+    rooms = [room.room_bytes(tmp_path / "home", most) for most in (10 * KIB, 100 * KIB, None)]
+    assert rooms == [10 * KIB, 12 * KIB, 4 * KIB], "by default it keeps a tenth"
+
+
+def test_a_file_takes_its_blocks_and_if_it_is_not_whole_its_size(tmp_path, monkeypatch):
+    files = {
+        "whole": SimpleNamespace(st_mode=stat.S_IFREG, st_blocks=3, st_size=1000),
+        "begun": SimpleNamespace(st_mode=stat.S_IFREG, st_blocks=2, st_size=5000),
+        "other": SimpleNamespace(st_mode=stat.S_IFIFO, st_blocks=9, st_size=9000),
+    }
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(os, "lstat", lambda path: files[Path(path).name])
+    assert room.sizes_of(tmp_path) == (5 * 512, 3 * 512 + 5000)
 
 
 def test_a_file_counts_as_large_as_it_will_be(tmp_path):
@@ -87,6 +103,16 @@ def test_a_file_counts_as_large_as_it_will_be(tmp_path):
     with (home / "being-written").open("wb") as file:
         file.truncate(10 * MIB)
     assert room.room_bytes(home, 25 * MIB) == 15 * MIB
+
+
+def test_a_file_may_take_what_is_free_besides_what_it_has(node, monkeypatch):
+    save = copies.SaveCopies(dos.Local(str(node.folder)), StoreSpec(node.run), Mock(), 0)
+    with (node.folder / "file").open("wb") as file:
+        for free, wanted, has in ((10, 10, 10), (5, 15, 15), (-1, 15, 15), (-1, 9, 15), (4, 20, 0)):
+            monkeypatch.setattr(room, "room_bytes", lambda *_, free=free: free)
+            with nullcontext() if has else pytest.raises(room.LocalError, match="room for 4 B"):
+                save.reserve(file.fileno(), wanted)
+            assert os.fstat(file.fileno()).st_size == (has or 15)
 
 
 def test_a_save_of_many_objects_says_once_that_there_is_no_room(node, caplog):
@@ -137,35 +163,44 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 @pytest.mark.parametrize(
     ("own", "root", "names"),
     [
-        ("0::/slurm/job_7/step:0", "", V2),
-        ("0::/slurm/job_7/step:0", "unified", V2),
-        ("4:cpu,memory:/slurm/job_7/step:0", "memory", V1),
+        ("0::/slurm/job_7/step:0/new/odd", "", V2),
+        ("0::/slurm/job_7/step:0/new/odd", "unified", V2),
+        ("4:cpu,memory:/slurm/job_7/step:0/new/odd", "memory", V1),
     ],
 )
 def test_the_limit_of_each_cgroup_from_the_own_one_up_counts_without_the_page_cache(
     tmp_path, monkeypatch, own, root, names
 ):
-    (tmp_path / "self").write_text(f"3:pids:/elsewhere\n{own}\n")
     monkeypatch.setattr(room, "_OWN_CGROUPS", tmp_path / "self")
     monkeypatch.setattr(room, "_MOUNTED", tmp_path)
-    machine = room.free_memory_bytes()
+    read = Path.read_text
+    texts = {Path("/proc/meminfo"): "MemTotal: 4000 kB\nMemFree: 9 kB\nMemAvailable: 1000 kB\n"}
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, **settings: texts.get(path) or read(path, **settings)
+    )
+    machine = [1000 * KIB - 400 * KIB]
+    assert room.free_memory_bytes() == machine, "without cgroups"
+    (tmp_path / "self").write_text(f"3:pids:/elsewhere\n{own}\n")
     limit, used, total = names
+    cached = f"{total}inactive_file {300 * MIB}\n{total}active_file {100 * MIB}\n"
+    usual = f"inactive_file 0\nactive_file 0\n{cached}shmem 7\n"
 
-    def bound(place: str, most: object, held_mib: int) -> None:
+    def bound(place: str, most: object, held_mib: int, counts: str = usual) -> None:
         group = tmp_path / root / place
         group.mkdir(parents=True, exist_ok=True)
         (group / limit).write_text(f"{most}\n")
         (group / used).write_text(f"{held_mib * MIB}\n")
-        cached = f"{total}inactive_file {300 * MIB}\n{total}active_file {100 * MIB}\n"
-        (group / "memory.stat").write_text(f"inactive_file 0\nactive_file 0\n{cached}shmem 7\n")
+        (group / "memory.stat").write_text(counts)
 
     bound("slurm/job_7", 1000 * MIB, 700)
     bound("slurm/job_7/step:0", "max", 500)
     bound("slurm", 8000 * MIB, 500)
     bound("", 9000 * MIB, 600)  # a container's, whose name only the host knows
     bound("elsewhere", 1, 0)
-    frees = room.free_memory_bytes()[len(machine) :]
-    assert frees == [(1000 - 300 - 100) * MIB, (8000 - 100 - 800) * MIB, (9000 - 200 - 900) * MIB]
+    bound("slurm/job_7/step:0/new", 1, 0, "")  # a kernel that says something else
+    bound("slurm/job_7/step:0/new/odd", 1, 0, "inactive_file\n")
+    groups = [(1000 - 300 - 100) * MIB, (8000 - 100 - 800) * MIB, (9000 - 200 - 900) * MIB]
+    assert room.free_memory_bytes() == machine + groups
 
 
 # --- errors of the disk

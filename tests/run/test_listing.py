@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from datetime import UTC, datetime
 
@@ -23,6 +24,7 @@ from dcp_objstore.checkpoint.names import (
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     ConfigError,
+    ObjectNotFoundError,
     PermissionDeniedError,
     RetryableError,
     UnsupportedError,
@@ -90,7 +92,7 @@ def test_a_listed_checkpoint_says_what_its_marker_says(requests):
     assert step.created_at is not None
     assert began <= step.created_at <= datetime.now(UTC)
     assert dos.steps(run) == (committed,)
-    assert (deleted.state, deleted.is_fence, deleted.pins) == ("deleted", False, ())
+    assert (deleted.state, deleted.total_bytes, deleted.is_fence) == ("deleted", 0, False)
     assert (fence.state, fence.is_fence) == ("deleted", True)
     for one, state_there, objects in ((torn, "not committed", None), (foreign, "foreign", 1)):
         assert (one.state, one.objects, one.total_bytes) == (state_there, objects, 5)
@@ -217,8 +219,23 @@ def test_a_listing_that_a_claim_ran_through_is_made_again_but_not_for_ever(throu
         found = dos.list_checkpoints(run).checkpoints
         assert {one.state for one in found} == {"superseded"}
     else:
+        first = number
         with pytest.raises(RetryableError, match="claiming"):
             dos.list_checkpoints(run)
+        assert number - first == 1 + 5 * 3, "at the URL itself, and of three steps in each listing"
+
+
+def test_a_claim_that_was_listed_is_there_whatever_one_answer_says(through):
+    run, asked = memory_url(), itertools.count()
+    go_back(run)
+
+    def lose(_verb: str, key: str, _: int) -> Fault | None:
+        wrong = key == CLAIM_KEY and next(asked) % 2  # not the GET after it, nor that of no run
+        return Fault("before", ObjectNotFoundError("there is none")) if wrong else None
+
+    through(lambda store: FaultStore(store, lose))
+    states = [one.state for one in dos.list_checkpoints(run).checkpoints]
+    assert states == ["committed", "committed", "superseded"]
 
 
 def test_of_each_run_below_a_url_its_own_claim_counts(requests):

@@ -107,8 +107,10 @@ def test_a_step_whose_metric_is_no_finite_number_is_not_the_best(value, mode):
     "make",
     [
         lambda: KeepLatest(0),
-        lambda: KeepEvery(-1),
+        lambda: KeepEvery(0),
         lambda: KeepLatest(True),
+        lambda: KeepBest("loss", 0),
+        lambda: KeepBest(3),  # type: ignore[arg-type]
         lambda: KeepBest("loss", 1, "least"),  # type: ignore[arg-type]
         lambda: KeepBest(""),
         lambda: as_policy([3]),  # type: ignore[list-item]

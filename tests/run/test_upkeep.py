@@ -25,6 +25,7 @@ from dcp_objstore.stores.protocol import ObjectMeta
 from tests.support.checkpoints import memory_url
 from tests.support.managers import Unconditional, names, run_url, save_each, save_steps, state
 from tests.support.upkeep import AgedStore, Ages, tear
+from tests.support.wrapped_stores import Fault, FaultStore
 
 
 @pytest.fixture
@@ -142,7 +143,7 @@ def test_one_listing_and_one_newer_marker_show_that_a_step_is_not_the_newest(run
     assert markers_read(names[2], is_newest=True) == 1
 
 
-def test_what_stands_against_a_deletion_is_said_in_this_order(run):
+def test_what_stands_against_a_deletion_is_said_in_this_order(run, through):
     with pytest.raises(dos.errors.CheckpointNotFoundError):
         dos.delete(f"{run}/step-1")
     save_steps(run, (1, 2, 3))
@@ -157,7 +158,14 @@ def test_what_stands_against_a_deletion_is_said_in_this_order(run):
         dos.save(state(2), f"{run}/step-2", claim=dos.claim_run(run), overwrite=True)
     assert dos.unpin(f"{run}/step-2", "paper") == ()
     assert refuses(f"{run}/step-2")
+    wrong = [Fault("before", dos.errors.ObjectNotFoundError("there is no claim"))]
+
+    def once(_verb: str, key: str, _: int) -> Fault | None:
+        return wrong.pop() if wrong and key == CLAIM_KEY else None
+
+    through(lambda store: FaultStore(store, once))
     assert dos.delete(f"{run}/step-3").commit_id, "it does not count, so nobody resumes from it"
+    assert not wrong
     for allow in (False, True):
         with pytest.raises(dos.errors.CheckpointNotFoundError):
             dos.delete(f"{run}/step-3", allow_newest=allow)
