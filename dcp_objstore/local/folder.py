@@ -221,8 +221,8 @@ def room_bytes(home: Path, max_bytes: int | None) -> int:
     else:
         room = min(free_bytes, max_bytes - full_bytes)
     if _file_system_of(home.parent.stat().st_dev) == "tmpfs":
-        # The copies are in memory, which they take from the job. (No other file system in memory
-        # says how much room it has, so nothing is written there.)
+        # The copies are in memory, which they take from the job. (Of other file systems in memory,
+        # ramfs says that it has no room, and hugetlbfs takes no writes.)
         room = min([room, *(free - coming_bytes for free in free_memory_bytes())])
     return room
 
