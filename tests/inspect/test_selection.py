@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, given, reject, settings, strategies as st
 
 import dcp_objstore as dos
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, StateMismatchError
 from dcp_objstore.inspect.selection import box_of, matching, nested
 from dcp_objstore.read.geometry import Box
+from tests.support.checkpoints import memory_url
 
 KEYS = dict.fromkeys(["model.a.weight", "model.a.bias", "model.b[0]", "Model.c", "step"])
 
@@ -105,6 +106,49 @@ def test_places_become_dicts_and_lists_again():
     assert nested({"a.b": 1}, None) == {"a.b": 1}
     # 100,000 entries may be empty, beside those that the steps of the place may fill.
     assert len(nested({"x": 1}, {"x": ("l", 100_001)})["l"]) == 100_002
+
+
+DICT_KEYS = st.one_of(
+    st.text("a.1", min_size=1, max_size=3),
+    st.integers(-2, 11),
+    st.booleans(),
+    st.none(),
+    st.tuples(st.integers(0, 2), st.integers(0, 2)),
+)
+LEAVES = st.one_of(
+    st.integers(0, 9).map(lambda number: torch.full((2,), number)),
+    st.integers(0, 9),
+    st.lists(st.integers(0, 9), max_size=2),
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.dictionaries(DICT_KEYS, inner, min_size=1, max_size=3),
+        st.lists(inner, min_size=1, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+def in_order(value: Any) -> Any:
+    """The same, with the keys of dicts in one order: a checkpoint may have another."""
+    if isinstance(value, dict):
+        return {key: in_order(value[key]) for key in sorted(value, key=repr)}
+    if isinstance(value, list):
+        return [in_order(item) for item in value]
+    return value
+
+
+@settings(max_examples=25)
+@given(st.dictionaries(st.text("xy", min_size=1, max_size=2), VALUES, min_size=1, max_size=3))
+def test_any_nested_state_is_read_as_it_was_saved(state):
+    url = memory_url()
+    try:
+        dos.save(state, url, progress=False)
+    except dos.errors.StateMismatchError as error:
+        assert "the same name" in str(error)
+        reject()
+    assert repr(in_order(dos.read_state_dict(url))) == repr(in_order(state))
 
 
 @pytest.mark.parametrize(
