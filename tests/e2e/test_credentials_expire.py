@@ -9,9 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +17,6 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.credentials import Renewing
-from dcp_objstore.stores.s3.credentials import of_botocore
 from tests.support.campaign import cases
 from tests.support.proxy import Asked, Fault, Refuse
 from tests.support.slow_sink import SlowSink
@@ -141,59 +137,3 @@ def test_fixed_credentials_that_expire_say_that_nobody_can_renew_them(sink, guar
     assert guard.refused
     assert str(options["key"]) not in str(caught.value)
     assert not any(asked.name == "_COMMIT" and asked.method == "PUT" for asked in sink.asked)
-
-
-# --- without a server
-
-
-class Given(SimpleNamespace):
-    """What botocore gives, without a process behind it."""
-
-    def get_frozen_credentials(self) -> SimpleNamespace:
-        if self.fails:
-            from botocore.exceptions import CredentialRetrievalError
-
-            raise CredentialRetrievalError(provider="test", error_msg="secret-text")
-        return SimpleNamespace(access_key=self.key, secret_key="s", token="t")
-
-
-NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
-
-
-def renewing(lasting: timedelta) -> tuple[Renewing, Given, list[datetime]]:
-    now = [NOON]
-    given = Given(key="first", fails=False, _expiry_time=NOON + lasting)
-    provider = Renewing("a profile", of_botocore(lambda: given), now=lambda: now[0])
-    return provider, given, now
-
-
-@pytest.mark.parametrize(
-    ("lasting", "margin"),
-    [
-        (timedelta(hours=1), timedelta(minutes=10)),
-        (timedelta(minutes=15), timedelta(minutes=5)),
-        (timedelta(seconds=6), timedelta(seconds=2)),
-    ],
-)
-def test_credentials_are_asked_for_again_before_they_end(lasting, margin):
-    provider, given, now = renewing(lasting)
-    assert provider()["expires_at"] == NOON + lasting - margin
-    given.key = "second"
-    now[0] = NOON + lasting - margin - timedelta(seconds=1)
-    assert provider()["access_key_id"] == "first"
-    now[0] += timedelta(seconds=1)
-    assert provider()["access_key_id"] == "second"
-
-
-def test_credentials_that_cannot_be_renewed_are_used_as_long_as_they_last():
-    provider, given, now = renewing(timedelta(hours=1))
-    provider()
-    given.fails = True
-    now[0] = NOON + timedelta(minutes=51)
-    assert provider()["access_key_id"] == "first"
-    now[0] = NOON + timedelta(minutes=61)
-    with pytest.raises(CredentialsError, match="aws sso login") as caught:
-        provider()
-    assert "secret-text" not in str(caught.value)
-    given.fails = False
-    assert provider()["access_key_id"] == "first"

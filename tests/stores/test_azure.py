@@ -23,7 +23,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import IfAbsent, ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.azure.credentials import find_azure_credentials
 from dcp_objstore.stores.azure.options import AzureOptions
-from dcp_objstore.stores.credentials import asked_by_clients
+from dcp_objstore.stores.credentials import Credentials, asked_by_clients
 from dcp_objstore.stores.options import parse
 from tests.contract import PART, SMALL_CROWD, ExpectedError, StoreContract, put_broken
 from tests.support.azurite import ACCOUNT, KEY, Azurite
@@ -196,8 +196,10 @@ def test_account_and_endpoint_come_from_wherever_they_are_named(no_azure, monkey
     assert found(connection_string=bare) == ("a", "https://a.blob.core.x")
     with pytest.raises(ConfigError, match="which storage account"):
         found(connection_string=f"AccountKey={KEY};EndpointSuffix=core.x")
-    emulator = found(connection_string="UseDevelopmentStorage=true")
-    assert emulator == (ACCOUNT, f"http://127.0.0.1:10000/{ACCOUNT}")
+    emulator = "UseDevelopmentStorage=True"
+    assert found(connection_string=emulator) == (ACCOUNT, f"http://127.0.0.1:10000/{ACCOUNT}")
+    elsewhere = f"{emulator};BlobEndpoint=http://else"
+    assert found(connection_string=elsewhere) == (ACCOUNT, "http://else")
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"{string};EndpointSuffix=core.x")
     assert found() == ("a", "https://a.blob.core.x")
     assert found(account_name="a") == found()
@@ -282,6 +284,20 @@ def test_two_ways_to_sign_are_refused_whichever_they_are():
             AzureOptions(**dict([first, second])).check()
     with pytest.raises(ConfigError, match="; 'tenant_id' missing"):
         AzureOptions(client_secret="e", client_id="c").check()
+
+
+def test_an_applications_secret_is_left_to_obstore_which_looks_nowhere_else(no_azure):
+    application = {"client_id": "c", "client_secret": "s", "tenant_id": "t"}
+    found = find_azure_credentials(AzureOptions(account_name="a", **application))
+    config = {**application, "credential_type": "client_secret"}
+    assert found == Credentials(
+        "storage_options",
+        config=config,
+        renew=asked_by_clients,
+        advice=found.advice,
+        account_name="a",
+    )
+    assert "az login" in found.advice
 
 
 def test_identities_of_azure_identity_are_asked_for_tokens(no_azure):

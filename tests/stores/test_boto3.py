@@ -10,10 +10,11 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import boto3
 import botocore.exceptions
@@ -23,7 +24,7 @@ from botocore.exceptions import ClientError
 from moto import mock_aws
 
 import dcp_objstore as dos
-from dcp_objstore.config import TransferConfig
+from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import (
     ConfigError,
     CorruptDataError,
@@ -37,13 +38,20 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.stores.errors import NO_STORE, ErrorDetails
-from dcp_objstore.stores.protocol import LEFTOVER_ADVICE, CopySource, IfAbsent, IfVersion, Version
+from dcp_objstore.stores.protocol import (
+    LEFTOVER_ADVICE,
+    CopySource,
+    IfAbsent,
+    IfVersion,
+    RangeReading,
+    Version,
+)
 from dcp_objstore.stores.ranges import BrokenOffError
 from dcp_objstore.stores.retries import SMALL_BYTES
 from dcp_objstore.stores.s3.boto3 import Boto3Clients, JoinedBuffers
 from dcp_objstore.stores.s3.errors import read_botocore
 from dcp_objstore.stores.s3.store import check_range_answer, pages
-from dcp_objstore.stores.s3.upload import MultipartUpload
+from dcp_objstore.stores.s3.upload import Checksums, MultipartUpload
 from tests.contract import PART, BucketContract, race
 from tests.contract.buckets import S3_LACKS
 from tests.support.proxy import Asked, Cut, NetworkProxy
@@ -194,17 +202,10 @@ def test_a_part_that_fails_ends_the_upload_and_lets_go_of_the_memory(bucket):
     assert len(alive) <= 1, "the error holds what it was about"
 
 
-class Unchecked:
-    beginning: ClassVar[dict[str, str]] = {}
-
-    def of(self, part: object) -> dict[str, str]:
-        return {}
-
-
 def upload_by(send: Callable[..., Any], threads: int = 2) -> MultipartUpload:
     """An upload whose requests `send` answers; a part is known by its bytes."""
     target = {"Bucket": "b", "Key": "k"}
-    upload = MultipartUpload(send, target, {}, Unchecked(), threads)  # type: ignore[arg-type]
+    upload = MultipartUpload(send, target, {}, Checksums(None), threads)
     upload.create()
     return upload
 
@@ -311,17 +312,20 @@ class Called:
     Attributes:
         uses: for which use each operation was last called.
         arguments: with which arguments.
+        counts: how often.
         answers: its answer, where that is another than `ANSWER`, or what it raises.
     """
 
     def __init__(self) -> None:
         self.uses: dict[str, str] = {}
         self.arguments: dict[str, dict[str, Any]] = {}
+        self.counts = Counter[str]()
         self.answers: dict[str, Any] = {}
 
     def client(self, use: str) -> Any:
         def call(operation: str, **arguments: Any) -> Any:
             self.uses[operation], self.arguments[operation] = use, arguments
+            self.counts[operation] += 1
             answer = self.answers.get(operation, ANSWER)
             if isinstance(answer, Exception):
                 raise answer
@@ -347,6 +351,9 @@ def test_each_operation_waits_as_long_as_its_use_allows(called):
     for key, size in (("k", SMALL_BYTES), ("large", SMALL_BYTES + 1)):
         store.put(key, bytes(size))
         assert called.uses.pop("put_object") == ("small" if key == "k" else "write")
+    store.put("empty", b"")
+    assert "Body" not in called.arguments["put_object"]
+    assert called.uses.pop("put_object") == "small"
     store.put_stream("k", iter([bytes(PART)]), part_size_bytes=PART, max_concurrency=1)
     assert list(called.arguments) == [
         "put_object", "create_multipart_upload", "upload_part", "complete_multipart_upload"
@@ -358,7 +365,15 @@ def test_each_operation_waits_as_long_as_its_use_allows(called):
     moved: list[int] = []
     store.copy("k", sources, part_size_bytes=5, max_concurrency=1, moved=moved.append)
     assert moved == [4, 3, 4, 3]
-    assert called.arguments["upload_part_copy"]["CopySourceRange"] == "bytes=6-8"
+    assert called.arguments["upload_part_copy"] == {
+        "Bucket": "bucket",
+        "Key": "run/k",
+        "UploadId": "u",
+        "PartNumber": 4,
+        "CopySource": {"Bucket": "bucket", "Key": "a+b"},
+        "CopySourceIfMatch": '"e"',
+        "CopySourceRange": "bytes=6-8",
+    }
     assert called.uses == {
         "create_multipart_upload": "small",
         "upload_part": "write",
@@ -379,13 +394,29 @@ def test_a_version_that_the_end_of_an_upload_leaves_out_is_asked_for(called):
     assert called.uses["head_object"] == "read"
 
 
-def test_an_upload_that_was_not_begun_leaves_nothing(called):
+@pytest.mark.parametrize(
+    ("fails", "code", "aborts", "left"),
+    [
+        ("create_multipart_upload", "", 0, False),
+        ("complete_multipart_upload", "NoSuchUpload", 1, False),
+        ("complete_multipart_upload", "NoSuchBucket", 1, False),
+        ("complete_multipart_upload", "Odd", 2, True),
+    ],
+)
+def test_parts_that_an_abort_may_have_left_are_told_of(called, fails, code, aborts, left):
     store = open_store("s3://bucket/run", {"key": "a", "secret": "b", **BOTO3}, ONCE)
-    called.answers["create_multipart_upload"] = refused("CreateMultipartUpload", 403)
-    with pytest.raises(PermissionDeniedError) as caught:
-        store.put_stream("k", iter([bytes(PART)]), part_size_bytes=PART, max_concurrency=1)
-    assert LEFTOVER_ADVICE not in str(caught.value)
-    assert "abort_multipart_upload" not in called.uses
+    called.answers[fails] = refused("it", 403)
+    called.answers["abort_multipart_upload"] = refused("AbortMultipartUpload", 404, code)
+    sources = [CopySource("s3://bucket/from", 0, 9, Version('"e"'))]
+    for write in (
+        lambda: store.put_stream("k", iter([bytes(PART)]), part_size_bytes=PART, max_concurrency=1),
+        lambda: store.copy("k", sources, part_size_bytes=9, max_concurrency=1, moved=id),
+    ):
+        called.counts.clear()
+        with pytest.raises(PermissionDeniedError) as caught:
+            write()
+        assert (LEFTOVER_ADVICE in str(caught.value)) == left
+        assert called.counts["abort_multipart_upload"] == aborts
 
 
 @pytest.mark.parametrize("if_absent", [False, True])
@@ -598,3 +629,4 @@ def test_a_small_body_is_joined_and_a_larger_one_sent_as_it_lies():
         body = store._body([memoryview(bytes(size))], None)  # type: ignore[attr-defined]
         assert type(body) is kind
         assert len(body) == size
+    assert store.range_reading == RangeReading(memory_bytes=2 * MIB)

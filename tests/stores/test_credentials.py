@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ from dcp_objstore.stores.obstore.direct import SignedGet
 from dcp_objstore.stores.obstore.errors import RefusedError
 from dcp_objstore.stores.obstore.factory import ClientFactory
 from dcp_objstore.stores.options import parse
-from dcp_objstore.stores.s3.credentials import find_s3_credentials
+from dcp_objstore.stores.s3.credentials import find_s3_credentials, of_botocore
 from dcp_objstore.stores.s3.options import S3Options
 from dcp_objstore.stores.urls import parse_url
 from tests.support.proxy import Asked
@@ -207,6 +208,8 @@ def test_a_variable_that_takes_boto3_is_refused_by_name_without_it(monkeypatch, 
     monkeypatch.setitem(sys.modules, "boto3", None)
     monkeypatch.setitem(sys.modules, "botocore.session", None)
     monkeypatch.setenv(variable, "true")
+    if not variable.endswith("FULL_URI"):  # with which obstore takes the token of a file
+        monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", __file__)
     of_endpoint = "_USE_" in variable
     options: dict[str, object] | None = {"key": "a", "secret": "b"} if of_endpoint else None
     with pytest.raises((ConfigError, CredentialsError), match=f"(?s){variable}.*pip install"):
@@ -231,6 +234,25 @@ def test_without_boto3_obstore_is_left_what_it_finds_by_itself(monkeypatch):
 
 
 @pytest.mark.parametrize("has_boto3", [False], indirect=True)
+@pytest.mark.parametrize("endpoint_url", [None, "http://metadata"])
+def test_without_boto3_the_metadata_service_is_asked_for_a_token(monkeypatch, endpoint_url):
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(
+        "dcp_objstore.stores.s3.credentials.metadata_answers",
+        lambda *request: asked.append(request) or True,
+    )
+    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+    if endpoint_url is not None:
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", endpoint_url)
+    server = endpoint_url or "http://169.254.169.254"
+    assert find_s3_credentials(S3Options()) == Credentials(
+        "instance metadata", config={"metadata_endpoint": server}, renew=asked_by_clients
+    )
+    headers = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+    assert asked == [(server, "PUT", "/latest/api/token", headers)]
+
+
+@pytest.mark.parametrize("has_boto3", [False], indirect=True)
 @pytest.mark.parametrize("file", ["credentials", "config"])
 def test_without_boto3_no_file_with_credentials_is_passed_over(bare_environment, file):
     place = bare_environment / file
@@ -245,7 +267,7 @@ def test_without_boto3_no_file_with_credentials_is_passed_over(bare_environment,
         "sso_start_url",
         "web_identity_token_file",
     ):
-        place.write_text(f"[profile x]\nregion = r\n\t{name} = value\n")
+        place.write_bytes(f"[profile x]\nregion = \xff\n\t{name} = value\n".encode("latin-1"))
         with pytest.raises(CredentialsError, match=f"{file} of the .* pip install"):
             find_s3_credentials(S3Options())
     place.write_text("[profile x]\nregion = r\n# role_arn = value\nno_role_arn = value\n")
@@ -271,10 +293,14 @@ def test_a_profile_may_name_the_endpoint_of_s3_by_its_services(
     services = "[services local]\ns3 =\n  endpoint_url = http://of.s3\n"
     services += "[services others]\nsts =\n  endpoint_url = http://of.sts\n"
     keys = "aws_access_key_id = a\naws_secret_access_key = b\nregion = r"
-    (bare_environment / "config").write_text(f"[profile p]\n{keys}\n{settings}\n{services}")
-    found = find_s3_credentials(S3Options(profile="p"))
-    assert (found.source, found.region) == ("profile 'p'", "r")
-    assert (found.endpoint_url, found.addressing_style) == (endpoint_url, style)
+    for section, options, source in (
+        ("profile p", S3Options(profile="p"), "profile 'p'"),
+        ("default", S3Options(), "boto3 (config-file)"),
+    ):
+        (bare_environment / "config").write_text(f"[{section}]\n{keys}\n{settings}\n{services}")
+        found = find_s3_credentials(options)
+        assert (found.source, found.region) == (source, "r")
+        assert (found.endpoint_url, found.addressing_style) == (endpoint_url, style)
 
 
 @pytest.mark.parametrize("transport", ["native", "boto3", "fsspec"])
@@ -282,7 +308,7 @@ def test_a_profile_may_name_the_endpoint_of_s3_by_its_services(
     "variable", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"]
 )
 def test_a_variable_with_a_line_break_is_an_error_that_names_it_and_not_its_value(
-    monkeypatch, variable, transport
+    bare_environment, monkeypatch, variable, transport
 ):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "hidden")
@@ -291,6 +317,10 @@ def test_a_variable_with_a_line_break_is_an_error_that_names_it_and_not_its_valu
         open_store("s3://bucket/x", {"transport": transport})
     assert variable.removeprefix("AWS_").lower().removeprefix("session_") in str(caught.value)
     assert "hidden" not in str(caught.value)
+    keys = "aws_access_key_id = a\naws_secret_access_key = b\n"
+    (bare_environment / "config").write_text(f"[profile p]\n{keys}")
+    for named in ({"anon": True}, {"key": "a", "secret": "b"}, {"profile": "p"}):
+        open_store("s3://bucket/x", {**named, "transport": transport})
 
 
 def test_other_clouds_variables_with_a_line_break_are_refused_as_well(monkeypatch):
@@ -315,6 +345,7 @@ def test_an_empty_session_token_is_none(monkeypatch, transport):
 
 
 # GCS
+GCS_SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 
 
 def test_no_google_credentials():
@@ -342,19 +373,33 @@ def test_broken_google_credentials(bare_environment, monkeypatch, content):
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path) + ".missing")
     with pytest.raises(CredentialsError, match="not found"):
         open_store("gs://bucket/x")
+    for kind in (ValueError, KeyError, AttributeError, TypeError):
+
+        def default(kind: type[Exception] = kind, **_: object) -> None:
+            raise kind("SECRET")
+
+        monkeypatch.setattr("google.auth.default", default)
+        with pytest.raises(CredentialsError, match=f"cannot be used: {kind.__name__}") as caught:
+            open_store("gs://bucket/x")
+        assert "SECRET" not in f"{caught.value} {caught.value.__context__}"
 
 
 def test_no_token_of_this_machine_goes_to_another_server_unless_it_is_asked_for(monkeypatch):
     of_machine = compute_engine.Credentials()  # type: ignore[no-untyped-call]
-    monkeypatch.setattr("google.auth.default", lambda scopes: (of_machine, None))
+    asked = list[list[str]]()
+    monkeypatch.setattr(
+        "google.auth.default", lambda scopes: asked.append(scopes) or (of_machine, None)
+    )
     for options in (GcsOptions(), GcsOptions(token="google_default")):
         found: Any = find_gcs_credentials(options).provider
         assert found.ask.args[0] is of_machine
+    assert asked == [GCS_SCOPES] * 2
     with pytest.raises(CredentialsError, match="no token of this machine is sent"):
         find_gcs_credentials(GcsOptions(endpoint_url="http://elsewhere"))
     assert find_gcs_credentials(GcsOptions(token="cloud", endpoint_url="http://elsewhere")).provider
 
 
+@pytest.mark.filterwarnings("ignore:The load_credentials_from_dict method:DeprecationWarning")
 def test_forms_of_a_google_token(bare_environment, monkeypatch):
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", "/somebody/elses.json")
     path = bare_environment / "key.json"
@@ -365,18 +410,21 @@ def test_forms_of_a_google_token(bare_environment, monkeypatch):
     for form in (str(path), key, json.dumps(key)):
         found: Any = find_gcs_credentials(GcsOptions(token=form)).provider
         assert found.ask.args[0].refresh_token == "r"
+        assert found.ask.args[0].scopes == GCS_SCOPES
         assert "secret" not in repr(found)
+    pool = {"type": "external_account", "audience": "a", "subject_token_type": "t"}
+    pool |= {"token_url": "https://sts.googleapis.com/v1/token", "credential_source": {"file": "f"}}
+    federated: Any = find_gcs_credentials(GcsOptions(token=pool)).provider
+    assert federated.ask.args[0].scopes == GCS_SCOPES
     machine: Any = find_gcs_credentials(GcsOptions(token="cloud")).provider
     assert "compute_engine" in type(machine.ask.args[0]).__module__
+    assert machine.ask.args[0].scopes == GCS_SCOPES
     provider = find_gcs_credentials(GcsOptions(token="ya29.x")).provider
     assert provider is not None
     assert provider() == {"token": "ya29.x", "expires_at": None}
     assert "ya29" not in repr(find_gcs_credentials(GcsOptions(token="ya29.x")))
     for odd in ("~nobody-of-that-name/key", "x" * 5000):
         assert find_gcs_credentials(GcsOptions(token=odd)).source == "storage_options"
-    lacking = {"type": "authorized_user", "client_id": "1", "client_secret": 2}
-    with pytest.raises(CredentialsError, match="it lacks client_secret, refresh_token"):
-        find_gcs_credentials(GcsOptions(token=lacking))
     with pytest.raises(CredentialsError, match="missing"):
         find_gcs_credentials(GcsOptions(token="/nowhere/key.json"))
     with pytest.raises(ConfigError, match="token"):
@@ -417,11 +465,15 @@ def test_a_service_account_gives_tokens_wherever_its_key_is(
     def ask(**options: object) -> None:
         found = find_gcs_credentials(parse(GcsOptions, options))
         assert found.account_name == service_key["client_email"]
+        assert "gcloud auth application-default login" in found.advice
         provider = found.provider
         assert provider is not None
         tokens.append(provider()["token"])
         assert provider()["token"] == tokens[-1]  # asked for once
+        assert provider.ask.args[0].scopes == GCS_SCOPES
 
+    of_google = {name: value for name, value in service_key.items() if name != "token_uri"}
+    assert find_gcs_credentials(GcsOptions(token=of_google)).provider
     ask(token=service_key)
     ask(token=str(place))
     for name, value in (
@@ -647,7 +699,34 @@ def test_a_credential_process_that_fails_is_an_error_about_credentials(tmp_path,
         open_store("s3://bucket/x", {"profile": "broken"}, CONFIG)
 
 
+def test_a_profile_without_credentials_is_not_passed_over(bare_environment):
+    (bare_environment / "config").write_text("[profile p]\nregion = r\n")
+    with pytest.raises(CredentialsError, match="profile 'p' holds no credentials"):
+        open_store("s3://bucket/x", {"profile": "p"})
+
+
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+def test_botocore_is_asked_to_load_others_only_after_a_refusal():
+    def keys(access_key: str | None, **more: object) -> Any:
+        frozen = SimpleNamespace(access_key=access_key, secret_key="s", token="t")
+        return SimpleNamespace(get_frozen_credentials=lambda: frozen, **more)
+
+    loaded = iter([keys("first", _expiry_time=NOW), keys("second"), None, keys("third")])
+    ask = of_botocore(lambda: next(loaded))
+    first = {"access_key_id": "first", "secret_access_key": "s", "token": "t", "expires_at": NOW}
+    assert ask(False) == ask(False) == first
+    assert ask(True) == ask(False) == {**first, "access_key_id": "second", "expires_at": None}
+    with pytest.raises(CredentialsError, match="none were found"):
+        ask(True)
+    assert ask(False)["access_key_id"] == "third"
+    with pytest.raises(StopIteration):
+        ask(True)
+    with pytest.raises(StopIteration):  # and not the third, which were refused
+        ask(False)
+    with pytest.raises(CredentialsError, match=r"(?s)none were found.*aws sso login"):
+        Renewing("a place", of_botocore(lambda: keys(None)))()
 
 
 def test_credentials_are_asked_for_again_before_they_end():

@@ -34,7 +34,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.stores.errors import Meaning
 from dcp_objstore.stores.fsspec.filesystems import read_fsspec
-from dcp_objstore.stores.protocol import Version
+from dcp_objstore.stores.protocol import Capabilities, Version
 from tests.contract import (
     PART,
     SMALL_CROWD,
@@ -204,11 +204,22 @@ def test_a_full_disk_is_told_without_its_path():
     assert details.meaning == Meaning(StoreFullError)
 
 
-def test_on_an_object_store_a_stream_that_breaks_off_uploads_nothing(of_an_object_store):
+@pytest.mark.parametrize("library", ["adlfs", "gcsfs", "ocifs", "ossfs", "tosfs"])
+def test_on_an_object_store_a_stream_that_breaks_off_uploads_nothing(
+    of_an_object_store, monkeypatch, library
+):
+    monkeypatch.setattr(OfAnObjectStore, "__module__", f"{library}.core")
     store = open_store("of-an-object-store://broken/run", {"fs": of_an_object_store})
-    assert store.capabilities.clean_abort
+    assert store.capabilities == Capabilities(
+        conditional_create=library == "gcsfs",
+        conditional_update=False,
+        multipart=False,
+        copies=False,
+    )
     for pieces in ([b"some", b"more"], [bytes(PART), b"more"]):
         put_broken(store, "k", pieces, ExpectedError())
+    monkeypatch.setattr(UploadedWhenClosed, "close", lambda _: pytest.fail("it was closed"))
+    put_broken(store, "k", pieces, ExpectedError())
     assert of_an_object_store.uploaded == {}
 
 
@@ -276,9 +287,16 @@ def test_the_time_of_a_write_is_known_in_whatever_form_a_filesystem_gives_it(
             of_an_object_store, "info", lambda _, more=unknown: {"type": "file", **more}
         )
         assert store.head("k").last_modified > MIDNIGHT
-    state = {"type": "file", "generation": "7", "ETag": "e"}
-    monkeypatch.setattr(of_an_object_store, "info", lambda _: state)
-    assert store.head("k").version == Version(None, "7")
+    tags = ("ETag", "etag", "e_tag", "content_hash", "sha", "ino", "size")
+    for version, state in (
+        (Version(None, "7"), {"generation": "7", "ETag": "e"}),
+        *((Version("7"), {tag: 7}) for tag in tags),
+        (Version(f"7-{MIDNIGHT}"), {"size": 7, "mtime": MIDNIGHT}),
+    ):
+        monkeypatch.setattr(
+            of_an_object_store, "info", lambda _, more=state: {"type": "file", **more}
+        )
+        assert store.head("k").version == version
 
 
 class Renaming(LocalFileSystem):

@@ -52,6 +52,7 @@ def test_obstore_knows_its_names(scheme, store):
 
 S3 = "s3://bucket/x"
 KEYS = {"key": "KEYOFMINE", "secret": "SECRETOFMINE"}
+AES = {"ServerSideEncryption": "AES256"}
 BAD: list[tuple[str, object, str]] = [
     (S3, ["key"], "mapping"),
     (S3, {"kye": "x"}, "did you mean 'key'?"),
@@ -73,11 +74,15 @@ BAD: list[tuple[str, object, str]] = [
     (S3, {"anon": True, "endpoint_url": "http://user:pw@host"}, "without credentials"),
     (S3, {"s3_additional_kwargs": {"ServerSideEncryption": "aes"}}, "must be one of"),
     (S3, {"s3_additional_kwargs": {"SSEKMSKeyId": "key-1"}}, "need 'ServerSideEncryption'"),
+    (S3, {"s3_additional_kwargs": {"BucketKeyEnabled": True}}, "need 'ServerSideEncryption'"),
+    (S3, {"s3_additional_kwargs": {**AES, "SSEKMSKeyId": "k"}}, "need 'ServerSideEncryption'"),
     (S3, {"s3_additional_kwargs": {"ChecksumAlgorithm": "MD5"}}, "must be one of"),
     ("gs://bucket", {"secret": "x"}, "gs://"),
     ("gs://bucket", {"tokn": "x"}, "did you mean 'token'?"),
     ("gs://bucket", {"requester_pays": True, "token": "t"}, "in 'project'"),
     ("gs://bucket", {"token": "browser"}, "gcloud auth application-default login"),
+    ("gs://bucket", {"token": "cache"}, "gcloud auth application-default login"),
+    ("gs://bucket", {"anon": True, "verify": "/nowhere"}, "cannot be read"),
     ("az://box", {"acount_name": "x"}, "did you mean 'account_name'?"),
     ("az://box", {"account_key": 7}, "must be str"),
     ("az://box", {"account_key": "a\nb"}, "control character"),
@@ -85,6 +90,8 @@ BAD: list[tuple[str, object, str]] = [
     ("az://box", {"account_name": "a", "credential": 7}, "an object of azure.identity"),
     ("az://box", {"account_key": "k"}, "which storage account?"),
     ("az://box", {"connection_string": "AccountName"}, "'AccountName=…;AccountKey=…'"),
+    ("az://box", {"connection_string": "=a"}, "'AccountName=…;AccountKey=…'"),
+    ("az://box", {"account_name": "a", "anon": True, "verify": "/nowhere"}, "cannot be read"),
     ("az://box", {"connection_string": "AccountName=a"}, "neither AccountKey nor"),
     ("az://box", {"account_host": "host?sig=x"}, "without credentials"),
     ("memory://x", {"key": "x"}, "take no options"),

@@ -91,14 +91,20 @@ def test_an_unreadable_service_account_in_the_environment_is_said_at_once(
 
 
 @pytest.mark.parametrize("form", ["mapping", "text", "path"])
-@pytest.mark.parametrize("key", [{}, {"type": "service_account"}, {**BAD_PEM, "private_key": None}])
-def test_a_service_account_key_that_lacks_fields_is_refused_when_a_store_is_opened(
-    tmp_path, form, key
-):
+@pytest.mark.parametrize(
+    ("key", "lacks"),
+    [
+        ({}, "private_key, client_email"),
+        ({**BAD_PEM, "private_key": None}, "private_key"),
+        ({"type": "authorized_user"}, "client_id, client_secret, refresh_token"),
+        ({"client_secret": 2, "refresh_token": "SECRET"}, "client_id, client_secret"),
+    ],
+)
+def test_a_key_that_lacks_fields_is_refused_when_a_store_is_opened(tmp_path, form, key, lacks):
     place = tmp_path / "key.json"
     place.write_text(json.dumps(key))
     token = {"mapping": key, "text": json.dumps(key), "path": str(place)}[form]
-    with pytest.raises(CredentialsError, match=r"it lacks .*private_key") as caught:
+    with pytest.raises(CredentialsError, match=rf"it lacks {lacks} \(") as caught:
         open_store("gs://bucket/run", {"token": token, "endpoint_url": UNUSED})
     assert "SECRET" not in str(caught.value)
 

@@ -279,7 +279,7 @@ def _endpoint(options: AzureOptions, parts: Mapping[str, str]) -> str | None:
         return endpoint_url
     # A connection string may name another cloud by its domain, instead of the whole endpoint.
     suffix = parts.get("endpointsuffix", "core.windows.net")
-    if parts and suffix != "core.windows.net" and "accountname" in parts:
+    if suffix != "core.windows.net" and "accountname" in parts:
         protocol = parts.get("defaultendpointsprotocol", "https")
         return f"{protocol}://{parts['accountname']}.blob.{suffix}"
     return AzureOptions.option("endpoint_url").from_environment()

@@ -127,13 +127,12 @@ class Filesystems(Requests):
         endpoint_url: str | None = None,
         judge: Callable[[Exception], Failure] = judge_fsspec,
     ) -> None:
-        """Keep the filesystems, and switch off their caches of listings."""
+        """Keep the filesystems, and switch off the cache of listings."""
         super().__init__(config, judge, endpoint_url, url)
         self.read = read
         self.write = read if write is None else write
         self.request_timeout_seconds = config.request_timeout_seconds
-        for fs in (self.read, self.write):
-            if hasattr(getattr(fs, "dircache", None), "use_listings_cache"):
-                # A checkpoint must not be judged by what was there some time ago. Set here, because
-                # not every filesystem takes the option: sftp's passes all it is given to paramiko.
-                fs.dircache.use_listings_cache = False
+        if hasattr(getattr(read, "dircache", None), "use_listings_cache"):
+            # A checkpoint must not be judged by what was there some time ago. Set here, because not
+            # every filesystem takes the option: sftp's passes all it is given to paramiko.
+            read.dircache.use_listings_cache = False

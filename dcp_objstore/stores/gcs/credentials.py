@@ -155,7 +155,7 @@ def _from_key(key: Mapping[str, Any], what: str) -> Credentials:
         raise CredentialsError(
             f"{what} is no {kind} key: it lacks {', '.join(missing)} (or they are no text)"
         )
-    key = {"token_uri": _TOKEN_URI, **key, "type": kind}
+    key = {"token_uri": _TOKEN_URI, **key}
 
     def load(scopes: list[str]) -> Any:
         import google.auth
@@ -256,7 +256,7 @@ def _ask_google_auth(credentials: Any, others: bool) -> Mapping[str, Any]:
     from google.auth.exceptions import GoogleAuthError
     from google.auth.transport.requests import Request
 
-    if others or not getattr(credentials, "valid", False):
+    if others or not credentials.valid:
         try:
             credentials.refresh(Request())
         except GoogleAuthError as error:

@@ -22,7 +22,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from dcp_objstore.config import TransferConfig
+from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.forking import PerProcess
 from dcp_objstore.stores.options import parse
@@ -50,10 +50,10 @@ _conditional_writes = PerProcess(threading.Lock)
 _SMALL_BYTES = 64 * 1024
 # The bytes that are handed over in one go. The HTTP client asks for 128 KiB each time, and every
 # call into a socket may have to wait for the interpreter's lock.
-_SEND_BYTES = 4 * 1024 * 1024
+_SEND_BYTES = 4 * MIB
 # The bytes that are received in one go: the client copies once more, which costs little while they
 # are in the cache.
-_RECEIVE_BYTES = 1024 * 1024
+_RECEIVE_BYTES = MIB
 
 
 class Boto3Store(S3Store):
@@ -196,7 +196,6 @@ class Boto3Clients(S3Requests):
             "s3",
             endpoint_url=self.endpoint_url,
             region_name=self._region,
-            use_ssl=settings.use_ssl,
             # With None botocore trusts what AWS_CA_BUNDLE or the profile names, or its own list.
             verify=None if settings.verify is True else settings.verify,
             config=Config(**arguments),

@@ -105,8 +105,8 @@ def s3_checksum(settings: S3Options, endpoint: str | None) -> str | None:
 
 def is_aws(endpoint: str | None) -> bool:
     """Whether an endpoint is AWS itself: None, or one of its hosts."""
-    host = urlsplit(endpoint or "").hostname or ""
-    return endpoint is None or host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+    domains = (".amazonaws.com", ".amazonaws.com.cn")
+    return endpoint is None or str(urlsplit(endpoint).hostname).endswith(domains)
 
 
 def is_directory_bucket(name: str) -> bool:
@@ -135,7 +135,7 @@ def virtual_url(base: str, bucket: str) -> str:
         ConfigError: the endpoint's host is an address, which has no names below it.
     """
     scheme, _, host_and_path = base.partition("://")
-    if is_address(urlsplit(base).hostname or ""):
+    if is_address(str(urlsplit(base).hostname)):
         raise ConfigError(
             f"addressing_style 'virtual' needs a host name, and the endpoint {base} has an address:"
             " use 'path', or the host's name"

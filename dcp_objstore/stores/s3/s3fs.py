@@ -173,7 +173,6 @@ def make_s3fs(
             secret=settings.secret,
             token=settings.token,
             profile=settings.profile,
-            use_ssl=settings.use_ssl,
             requester_pays=settings.requester_pays,
             s3_additional_kwargs=settings.encryption,
             client_kwargs={

@@ -164,7 +164,6 @@ class MultipartUpload:
             self._tasks.put(None)
         for thread in self._workers:
             thread.join()
-        self._workers.clear()
 
     def _work(self) -> None:
         """Send parts until there are no more. Runs in a thread of the upload."""
