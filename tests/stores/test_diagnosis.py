@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 from unittest.mock import Mock
+from urllib.request import Request
 
 import fsspec
 import pytest
@@ -12,6 +14,7 @@ from dcp_objstore.errors import CredentialsError, StoreUnavailableError
 from dcp_objstore.stores import StoreSpec, diagnosis
 from dcp_objstore.stores.credentials import Credentials
 from dcp_objstore.stores.diagnosis import Identity, ask_region, identify, named_server
+from dcp_objstore.stores.endpoint import answer_to, tls_context
 from tests.support.scripted import Answer, RawServer, ScriptedServer, refusing
 
 KEYS = {"key": "AKIA0123456789AB", "secret": "SECRET", "region": "r"}
@@ -67,6 +70,31 @@ def test_the_region_is_asked_for_by_one_head_without_credentials():
                 ask_region(spec)
             assert caught.value.url == "s3://bucket/run"
     assert named_server(StoreSpec("memory://x")) == (None, None)
+
+
+def test_a_silent_server_is_given_up_after_the_time_out():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        request = Request(f"http://127.0.0.1:{silent.getsockname()[1]}/bucket")
+        with pytest.raises(StoreUnavailableError, match="timed out"):
+            answer_to(request, tls_context(True), 0.1, "s3://bucket")
+
+
+@pytest.mark.parametrize(
+    ("proxies", "taken"),
+    [
+        ({"all": "http://a"}, {"http": "http://a", "https": "http://a"}),
+        ({"all": "http://a", "http": "http://b"}, {"http": "http://b", "https": "http://a"}),
+        ({"all": "socks5://a"}, {}),
+        ({"https": "http://b"}, {"https": "http://b"}),
+    ],
+)
+def test_the_proxy_for_all_schemes_is_taken_where_none_has_its_own(monkeypatch, proxies, taken):
+    handler = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr("urllib.request.ProxyHandler", handler)
+    monkeypatch.setattr("urllib.request.getproxies", lambda: proxies)
+    with pytest.raises(InterruptedError):
+        answer_to(Request("http://host"), tls_context(True), 1, "s3://bucket")
+    handler.assert_called_once_with({**proxies, **taken})
 
 
 def test_aws_is_asked_at_the_server_of_the_region(monkeypatch):

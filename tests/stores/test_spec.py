@@ -401,13 +401,18 @@ def test_a_filesystem_that_takes_no_other_options_gets_none_and_keeps_no_listing
         """As that of sftp://, which passes all options to paramiko."""
 
         protocol = "strict"
+        _get_kwargs_from_urls = staticmethod(lambda url: {"host": url})
 
         def __init__(self, host: str) -> None:
             super().__init__()
+            self.host = host
 
     fsspec.register_implementation("strict", Strict, clobber=True)
-    store = open_store("strict://x", {"host": "here"})
-    assert not store._fs.dircache.use_listings_cache  # type: ignore[attr-defined]
+    for options, host in ((None, "strict://x"), ({"host": "here"}, "here")):
+        fs = open_store("strict://x", options)._fs  # type: ignore[attr-defined]
+        assert fs.host == host
+        assert not fs.dircache.use_listings_cache
+        assert Strict(host) is not fs, "it is not shared with others"
 
 
 def test_what_the_filesystem_says_of_its_options_is_shown_without_their_values():

@@ -184,7 +184,8 @@ class ObstoreStore(BaseStore[str]):
             translated = failure.error
             # obstore sends a part again only if no answer came, or one of these. After another
             # status that may pass, such as S3's RequestTimeout with status 400, it gives up.
-            is_final = failure.details.status not in (None, 408, 429, *range(500, 600))
+            status = failure.details.status
+            is_final = status is not None and status < 500 and status not in (408, 429)
             if failure.may_pass and is_final and not source.left_parts:
                 # The caller may send the whole object again.
                 raise errors.UploadLostError(translated.message) from error
