@@ -523,7 +523,7 @@ def test_nothing_is_asked_ahead_that_the_lane_does_not_read(server, make_lane, m
         with pytest.raises(LaneError):
             make_lane(sign, timeout_seconds=5).ask("key", 0, 400_000)
     lane = make_lane(lambda _key: SignedGet(server.url), timeout_seconds=5)
-    assert lane.ask("key", 0, 256 * 1024 - 1) is None
+    assert lane.ask("key", 9, 256 * 1024 + 8) is None
     asked = lane.ask("key", 0, 256 * 1024)
     assert asked is not None
     assert asked.version() is None
@@ -758,6 +758,26 @@ def test_the_project_that_pays_is_named_in_each_request_over_the_lane_too(bucket
     assert {asked.headers.get("x-goog-user-project") for asked in proxy.asked} == {"payer"}
     (asked,) = [asked for asked in proxy.asked if asked.start == 0]
     assert "user-agent" not in asked.headers, "it is not the transport that asks"
+
+
+def test_what_a_lane_keeps_is_changed_by_one_thread_at_a_time(server, lane):
+    assert read(lane) == BODY[1000:500_000]
+    (idle,) = lane._idle
+    changes = [
+        lambda: lane.failed("key"),
+        lambda: lane.succeeded(idle.connection, idle.origin),
+        lambda: lane._signed_get("another key"),
+        lambda: lane._idle_or_new_connection(idle.origin),
+    ]
+    if server.scheme == "https":
+        changes.append(lambda: lane.connect(idle.origin))
+    for change in changes:
+        thread = threading.Thread(target=change)
+        with lane._lock:
+            thread.start()
+            thread.join(0.02)
+            assert thread.is_alive()
+        thread.join(30)
 
 
 def test_a_connection_that_was_idle_for_long_is_not_used_again(server, lane, monkeypatch):
