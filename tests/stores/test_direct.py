@@ -38,6 +38,7 @@ from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.stores.ranges import Answer, Range, RangeSource, read_range
 from tests.support import tampering
 from tests.support.azurite import ACCOUNT, KEY, AzureBucket, Azurite, Identity
+from tests.support.scripted import RawServer
 from tests.support.servers import BUCKET
 from tests.support.tampering import TamperingProxy
 from tests.support.tls import Certificate, make_certificate, speak_tls
@@ -59,7 +60,8 @@ class Handler(BaseHTTPRequestHandler):
         self.server.places.append((self.headers["Host"], self.path))
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
         part = BODY[first : last + 1]
-        status = {"whole": 200, "refused": 403, "moved": 307}.get(how, 206)
+        statuses = {"whole": 200, "refused": 403, "moved": 307, "throttled": 503}
+        status = statuses.get(how, 206)
         place = f"bytes {first + (how == 'elsewhere')}-{last}/{len(BODY)}"
         self.send_response(status)
         length = len(part) - (how == "short")
@@ -318,9 +320,11 @@ def test_the_kernel_keeps_the_time_outs_of_a_connection(server, make_lane):
     lane = make_lane(lambda _key: SignedGet(server.url), timeout_seconds=1.5)
     socket.setdefaulttimeout(60)
     try:
-        sock = lane.connect(server.url).sock
+        connection = lane.connect(server.url)
     finally:
         socket.setdefaulttimeout(None)
+    assert connection.timeout == 1.5, "while it connects"
+    sock = connection.sock
     assert sock.gettimeout() is None
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         assert struct.unpack("ll", sock.getsockopt(socket.SOL_SOCKET, option, 16)) == (1, 500_000)
@@ -412,13 +416,14 @@ def test_an_answer_that_is_not_the_bytes_asked_for_is_none(server, lane, how):
 def test_a_lane_is_left_alone_after_three_failures_in_a_row(server, make_lane):
     signed: list[str] = []
     lane = make_lane(lambda key: signed.append(key) or SignedGet(server.url), timeout_seconds=5)
-    for how in ("refused", "refused", "right", "refused", "refused", "right"):
+    usual = ("refused", "refused", "right", "refused", "refused", "throttled", "throttled", "right")
+    for how in usual:
         server.how = how
         assert (read(lane) is not None) is (how == "right")
     server.how = "refused"
     for _ in range(20):
         assert read(lane) is None
-    assert len(server.seen) == 6 + 3
+    assert len(server.seen) == len(usual) + 3
     assert len(signed) == 7, "at first, and afresh after each failure"
 
 
@@ -537,6 +542,9 @@ def test_nothing_is_asked_ahead_that_the_lane_does_not_read(server, make_lane, m
     with pytest.raises(LaneError):
         lane.ask("key", 0, 400_000)
     connection.close.assert_called_once_with()
+    with RawServer() as other:
+        assert read(make_lane(lambda _: SignedGet(f"http://{other.address}/k"), 5)) is None
+        assert len(other.heads) == 1, "only a connection that was idle may have been lost meanwhile"
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
@@ -760,18 +768,23 @@ def test_the_project_that_pays_is_named_in_each_request_over_the_lane_too(bucket
     assert "user-agent" not in asked.headers, "it is not the transport that asks"
 
 
-def test_what_a_lane_keeps_is_changed_by_one_thread_at_a_time(server, lane):
+def test_what_a_lane_keeps_is_changed_by_one_thread_at_a_time(server, certificate):
+    locked: list[bool] = []
+
+    def trust() -> ssl.SSLContext:
+        locked.append(lane._lock.locked())
+        return ssl.create_default_context(cafile=certificate.path)
+
+    lane = DirectLane(lambda _key: SignedGet(server.url), timeout_seconds=5, trust=trust)
     assert read(lane) == BODY[1000:500_000]
+    assert locked == [True] * (server.scheme == "https")
     (idle,) = lane._idle
-    changes = [
+    for change in (
         lambda: lane.failed("key"),
         lambda: lane.succeeded(idle.connection, idle.origin),
         lambda: lane._signed_get("another key"),
         lambda: lane._idle_or_new_connection(idle.origin),
-    ]
-    if server.scheme == "https":
-        changes.append(lambda: lane.connect(idle.origin))
-    for change in changes:
+    ):
         thread = threading.Thread(target=change)
         with lane._lock:
             thread.start()
@@ -782,7 +795,10 @@ def test_what_a_lane_keeps_is_changed_by_one_thread_at_a_time(server, lane):
 
 def test_a_connection_that_was_idle_for_long_is_not_used_again(server, lane, monkeypatch):
     monkeypatch.setattr(direct, "_IDLE_SECONDS", -1.0)
-    assert read(lane) == read(lane) == BODY[1000:500_000]
+    assert read(lane) == BODY[1000:500_000]
+    (idle,) = lane._idle
+    assert read(lane) == BODY[1000:500_000]
+    assert idle.connection.sock is None, "it is closed"
     assert server.connections == 2
 
 

@@ -216,7 +216,8 @@ class DirectLane:
         connection.connect()
         # So that one call of the kernel waits for a whole body, the kernel keeps the time-out, in
         # seconds and microseconds. If Python kept it, it would poll and receive piece by piece.
-        timeout = struct.pack("ll", *divmod(round(self._timeout_seconds * 1_000_000), 1_000_000))
+        seconds = self._timeout_seconds
+        timeout = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         connection.sock = _Socket(fileno=connection.sock.detach())
         connection.sock.settimeout(None)
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
@@ -271,8 +272,8 @@ class DirectAnswer(Answer):
         # Kept here, because the connection drops it if the answer says that it will be closed.
         self._socket: socket.socket = connection.sock
         self._cancelled = False
-        # The beginning of the body, which http.client received with the head.
-        self._body_ahead = memoryview(b"")
+        # The beginning of the body, which http.client received with the head, once that is read.
+        self._body_ahead: memoryview
 
     def readinto(self, into: memoryview) -> int:
         """Read the next bytes to the front of `into`; return how many.
