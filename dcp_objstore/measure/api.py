@@ -446,7 +446,7 @@ class _Bench:
             cpu_seconds=cpu_seconds,
             size_bytes=self._memory.nbytes,
             requests=len(requests),
-            request_size_bytes=max((event.size_bytes for event in requests), default=0),
+            request_size_bytes=max(event.size_bytes for event in requests),
             connections=len({event.worker for event in requests}),
         )
 

@@ -50,6 +50,9 @@ def test_help_tells_the_exit_statuses_one_a_line():
     lines = [line.strip() for line in run_here("--help").stdout.splitlines()]
     for status in ("0", "1", "2", "3", "4", "5", "130"):
         assert any(line.split()[:1] == [status] for line in lines), (status, lines)
+    for words in ((), ("local",)):
+        alone = run_here(*words)
+        assert "Commands:" in alone.stdout + alone.stderr
 
 
 def test_without_the_cli_extra_the_command_says_how_to_get_it():

@@ -160,6 +160,11 @@ def test_memory_and_folders_pass_and_are_left_as_they_were(tmp_path):
     for folder in ("run", "run/absent/deep", "other"):
         found = examine(f"file://{tmp_path}/{folder}")
         assert names(found, "failed") == set()
+        local = {
+            *("endpoint", "credentials", "bucket", "abort"),
+            *("lifecycle", "unfinished uploads"),
+        }
+        assert names(found, "not applicable") == local
         assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == [
             "run",
             "run/theirs",
@@ -403,6 +408,9 @@ def test_the_right_region_is_told():
         found = examine("s3://bucket/run", options)
     assert names(found, "failed") == {"bucket"}
     assert "AWS_REGION=eu-west-3" in found["bucket"].advice
+    assert "'region': 'eu-west-3'" in found["bucket"].advice
+    assert found["bucket"].text == "it is in eu-west-3, but requests go to us-east-1"
+    assert found["bucket"].details == {"region": "eu-west-3"}
 
 
 @pytest.mark.backends("moto")

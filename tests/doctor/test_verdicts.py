@@ -158,16 +158,19 @@ def test_a_rule_that_cannot_be_read_is_not_a_failure(
 def test_a_long_error_is_cut_and_an_answer_is_its_meaning_and_code() -> None:
     url, put = parse_url("s3://bucket/run"), checks_of("s3://bucket/run")[5]
     for length in (400, 401):
-        text = failure(url, put, errors.DcpObjstoreError("x " * (length // 2) + "x" * (length % 2)))
+        words = "x" * (2 - length % 2) + " x" * ((length - 1) // 2)
+        text = failure(url, put, errors.DcpObjstoreError(words))
         assert len(text.text) <= 400
         assert ("…" in text.text) == (length > 400)
     meaning = "the credentials do not allow this"
-    for message, code, shown in (
-        (f"{meaning}: a long story", "AccessDenied", f"{meaning}: 403 AccessDenied"),
-        (f"{meaning}: a long story", None, f"{meaning}: a long story"),
-        ("a long story", "AccessDenied", "a long story"),
+    denied, other = errors.PermissionDeniedError, errors.DcpObjstoreError
+    for kind, message, code, shown in (
+        (denied, f"{meaning}: a long story", "AccessDenied", f"{meaning}: 403 AccessDenied"),
+        (denied, f"{meaning}: a long story", None, f"{meaning}: a long story"),
+        (denied, "a long story", "AccessDenied", "a long story"),
+        (other, "a long story", "Odd", "a long story"),
     ):
-        error = errors.PermissionDeniedError(message)
+        error = kind(message)
         error.status, error.code = 403, code
         assert failure(url, put, error).text == shown
 
@@ -184,28 +187,39 @@ def test_a_folder_that_was_made_of_a_url_is_reported(tmp_path, monkeypatch, sche
     assert str(tmp_path) in found.text
 
 
-def test_the_versions_are_those_of_what_carries_requests() -> None:
+def test_the_versions_are_those_of_what_carries_requests(monkeypatch) -> None:
     packages = ("dcp-objstore", "torch", "obstore", "boto3", "fsspec", "s3fs", "gcsfs")
     present = {dist.metadata["Name"] for dist in importlib.metadata.distributions()}
     found = versions()
     assert set(found.details) == {"python", *present.intersection(packages)}
     assert f"torch {importlib.metadata.version('torch')}" in found.text
 
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    assert set(versions().details) == {"python"}
+
 
 @pytest.mark.parametrize(
-    ("scheme", "text", "details"),
+    ("scheme", "text", "details", "region"),
     [
-        ("s3", "key…, from storage_options", ("storage_options", "key…", None)),
-        ("gs", "anonymous", ("anonymous", None, None)),
-        ("az", "account, from storage_options", ("storage_options", None, "account")),
+        ("s3", "key…, from storage_options", ("storage_options", "key…", None), "us-east-1"),
+        ("gs", "anonymous", ("anonymous", None, None), None),
+        ("az", "account, from storage_options", ("storage_options", None, "account"), None),
     ],
 )
-def test_the_credentials_and_the_server_are_named(scheme: str, text: str, details: Any) -> None:
+def test_the_credentials_and_the_server_are_named(
+    scheme: str, text: str, details: Any, region: str | None
+) -> None:
     options = {**OPTIONS[scheme], "endpoint_url": "http://127.0.0.1:1"}
     access = Access(StoreSpec(f"{scheme}://bucket/run", options, replace(CONFIG, max_retries=0)))
     found = access.credentials()
     assert (found.status, found.text) == ("ok", text)
     assert found.details == dict(zip(("source", "access_key", "account"), details, strict=True))
+    vars(access)["_error"] = None  # as if it had answered
+    where = "http://127.0.0.1:1" + (f", region {region}" if region else "")
+    assert access.endpoint() == ok(where, endpoint_url="http://127.0.0.1:1", region=region)
 
 
 @pytest.mark.parametrize(("given", "waited"), [(30.0, 10.0), (4.0, 4.0)])
@@ -344,27 +358,36 @@ def denying(verb: str, name: str) -> Callable[[ObjectStore], ObjectStore]:
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "wrong"),
+    ("wrapper", "wrong", "says"),
     [
-        (lambda store: store, {}),
-        (Unlisting, {"list": "failed"}),
-        (Undeleting, {"delete": "failed", "clean-up": "failed"}),
-        (flip("put", 100), {"read": "failed"}),
-        (flip("put", 1499), {"read": "failed"}),
-        (flip("multipart", 5_242_880 + 999), {"multipart": "failed"}),
-        (denying("open_range", "put"), {"read": "failed"}),
-        (denying("open_range", "absent"), {"read": "failed"}),
-        (denying("open_range", "multipart"), {}),
-        (denying("head", "put"), {}),
-        (denying("put", "put"), {"put": "failed", **dict.fromkeys(("read", "abort"), "not made")}),
-        (lambda store: Lacking(store, "conditional_update"), {"conditional put": "warning"}),
+        (lambda store: store, {}, ""),
+        (Unlisting, {"list": "failed"}, "is not listed"),
+        (Undeleting, {"delete": "failed", "clean-up": "failed"}, "still there"),
+        (flip("put", 100), {"read": "failed"}, "differ"),
+        (flip("put", 1499), {"read": "failed"}, "differ"),
+        (flip("multipart", 5_242_880 + 999), {"multipart": "failed"}, "differ"),
+        (denying("open_range", "put"), {"read": "failed"}, "denied"),
+        (denying("open_range", "absent"), {"read": "failed"}, "no checkpoint yet"),
+        (denying("open_range", "multipart"), {}, ""),
+        (denying("head", "put"), {}, ""),
+        (
+            denying("put", "put"),
+            {"put": "failed", **dict.fromkeys(("read", "abort"), "not made")},
+            "denied",
+        ),
+        (
+            lambda store: Lacking(store, "conditional_update"),
+            {"conditional put": "warning"},
+            "not replaced",
+        ),
         (
             lambda store: Lacking(store, "conditional_create", "conditional_update"),
             {"conditional put": "failed"},
+            "If-None-Match",
         ),
     ],
 )
-def test_each_lie_of_a_store_is_told_by_its_check(through, wrapper, wrong) -> None:
+def test_each_lie_of_a_store_is_told_by_its_check(through, wrapper, wrong, says) -> None:
     through(wrapper)
     spec = StoreSpec(f"memory://{secrets.token_hex(6)}/run", {}, CONFIG)
     objects = ObjectChecks(spec)
@@ -375,10 +398,30 @@ def test_each_lie_of_a_store_is_told_by_its_check(through, wrapper, wrong) -> No
         if finding.status in ("failed", "warning") or name in wrong
     }
     assert seen == wrong
-    advice = found["conditional put"].advice
-    assert ("allow_unfenced=True" in advice) == (wrong.get("conditional put") == "failed")
+    assert says in found[next(iter(wrong), "put")].text
+    conditions = found["conditional put"]
+    assert ("allow_unfenced=True" in conditions.advice) == (conditions.status == "failed")
+    can = {"ok": (True, True), "warning": (True, False), "failed": (False, False)}
+    names = ("conditional_create", "conditional_update")
+    if conditions.status in can:
+        assert conditions.details == dict(zip(names, can[conditions.status], strict=True))
     assert found["put"].text == "an object was written" or "put" in wrong
-    assert ("still there" in found["delete"].text) == ("delete" in wrong)
     left = found["clean-up"].details
     assert ("clean-up" in wrong) == bool(left) == ({"multipart", "put"} <= {*left.get("keys", ())})
     assert left.get("url", objects.scratch.spec.url) == objects.scratch.spec.url
+    if left:
+        assert found["clean-up"].advice == f"remove everything below {left['url']}"
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_checks_that_are_stopped_remove_what_they_wrote_or_name_it(
+    through, caplog, *, is_removed: bool
+) -> None:
+    through(lambda store: store if is_removed else Undeleting(store))
+    objects = ObjectChecks(StoreSpec(f"memory://{secrets.token_hex(6)}/run", {}, CONFIG))
+    objects.abandon()
+    assert "scratch" not in vars(objects), "nothing was written yet"
+    objects.put()
+    objects.abandon()
+    assert [*objects.scratch.store.list()] == [] or not is_removed
+    assert ("put could not be removed" in caplog.text) is not is_removed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import json
@@ -502,6 +503,10 @@ def test_a_callback_that_cannot_be_sent_is_refused_with_the_reason():
     with pytest.raises(dos.errors.ConfigError) as caught:
         pickle.dumps(EventSettings(lambda _: None, None))
     assert str(caught.value.__cause__) in caught.value.message
+    settings = EventSettings(print, "save.json")
+    again = pickle.loads(pickle.dumps(settings))
+    assert (again.on_event, again.trace) == (print, "save.json")
+    assert copy.deepcopy(settings) is settings
 
 
 # Traces -----------------------------------------------------------------------------------------
@@ -699,6 +704,7 @@ def test_a_bar_counts_what_parts_and_ranges_say_and_leaves_a_line_or_the_log_has
     monkeypatch.setattr(bars, "_quiet_tqdm", lambda: lambda **how: drawn.append(how) or made)
     channel = Channel("load", "memory://x")
     channel.show(bar=True, summary=True)
+    assert channel.detailed
     place: dict[str, Any] = {"object_key": "o"}
     plan: dict[str, Any] = {"operation": "load", "items": 1, "objects": 1, "requests": 2}
     moved: dict[str, Any] = {"url": "memory://x", "total_bytes": 2 * MIB, "needed_bytes": 5}
