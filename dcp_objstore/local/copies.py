@@ -72,7 +72,7 @@ class _Copies:
         with self._giving_up_on_error():
             self._home = on_node.home_of(local.folder)
             self._run = self._home / xxhash.xxh3_128_hexdigest(self._run_url.encode())
-            self._folder = self._run / (quote(self._name, safe="") or on_node.STORE_ROOT)
+            self._folder = self._run / (quote(self._name) or on_node.STORE_ROOT)
             self._begin()
 
     def _begin(self) -> None:

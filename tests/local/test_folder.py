@@ -205,8 +205,6 @@ def test_two_states_stay_after_any_number_of_saves_and_restarts(node):
     [
         ([f"/step-{step}/model" for step in range(6)], 2),
         ([f"/{step}/a/b" for step in range(6)], 2),
-        (["/step-1"] * 4, 2),  # written over
-        ([f"/{name}-{step}" for step in range(3) for name in ("model", "optim")], 4),
         ([f"{name}/step-{step}" for step in range(3) for name in ("", "-other")], 4),
     ],
 )
@@ -223,6 +221,45 @@ def test_of_each_kind_of_checkpoint_and_of_each_run_two_states_stay(node, places
         return dos.load(blank, f"{node.run}{place}", local=node.local).fetched_bytes > 0
 
     assert [place for place in number if not fetches(place)] == list(number)[-states:]
+
+
+TEMP = f"{TEMPORARY}0.x"
+
+
+@pytest.mark.parametrize(
+    ("files", "gone"),
+    [
+        ({"step-1/__0_0.a": 1, "step-2/__0_0.b": 2}, ["step-1/__0_0.a"]),
+        ({"step-3/__0_0.a": 1, "step-3/__0_0.b": 2}, ["step-3/__0_0.a"]),
+        ({"step-2/__0_0.a": 1, "step-3/__0_0.b": 2}, ["step-2/__0_0.a"]),
+        ({"step-2/__0_0.a": 2, "step-3/__0_0.b": 1}, ["step-3/__0_0.b"]),
+        # Another rank's: of an earlier save, or of this one, which that rank has begun.
+        ({"step-2/__0_0.a": 2, "step-3/__1_0.b": 1}, ["step-3/__1_0.b"]),
+        ({"step-2/__0_0.a": 2, "step-3/__1_0.b": 2}, []),
+        ({"step-2/__0_0.a": 2, "step-3/__1_0.b": 3}, []),
+        ({"step-3/__0_0.a": 1, "step-3/__1_0.b": 0}, []),
+        (
+            {"step-1/__0_0.a": 1, "step-2/__0_0.b": 4, "step-3/__1_0.c": 2},
+            ["step-1/__0_0.a", "step-3/__1_0.c"],
+        ),
+        ({"best-1/__0_0.a": 1, "step-1/__0_0.b": 2, "step-2/__0_0.c": 3}, ["step-1/__0_0.b"]),
+        ({"step-1/__0_0.a": 1, f"step-2/{TEMP}": 9}, [f"step-2/{TEMP}"]),
+    ],
+)
+def test_a_save_writes_over_all_but_the_newest_state(node, files, gone):
+    """What is left of these files, of which it has needed none, goes at its end."""
+
+    def save() -> copies.SaveCopies:
+        return copies.SaveCopies(node.local, StoreSpec(f"{node.run}/step-3"), Mock(), 0)
+
+    save()
+    run = run_of(node)
+    for name, seconds in files.items():
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).touch()
+        os.utime(run / name, (seconds, seconds))
+    save().end()
+    assert [name for name in files if not (run / name).exists()] == gone
 
 
 @pytest.mark.parametrize("loaded", [True, False])

@@ -113,6 +113,10 @@ def test_a_file_may_take_what_is_free_besides_what_it_has(node, monkeypatch):
             with nullcontext() if has else pytest.raises(room.LocalError, match="room for 4 B"):
                 save.reserve(file.fileno(), wanted)
             assert os.fstat(file.fileno()).st_size == (has or 15)
+    for size_bytes in (5, 1):  # once there was no room, nothing is copied
+        buffers = iter([b"x"])
+        with save.tee("key", buffers, size_bytes) as teed:
+            assert teed is buffers
 
 
 def test_a_save_of_many_objects_says_once_that_there_is_no_room(node, caplog):
