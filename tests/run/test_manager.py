@@ -77,7 +77,8 @@ def test_a_run_is_saved_resumed_and_saved_on(bucket):
     steps = dos.steps(bucket.url, **options)
     assert [step.step for step in steps] == [3, 6, 7, 9, 10]
     assert [one.user_metadata for one in steps[:3]] == [
-        {"step": step, "model": "tiny", "lr": 1, "metrics": {"loss": step / 2}} for step in (3, 6, 7)
+        {"step": step, "model": "tiny", "lr": 1, "metrics": {"loss": step / 2}}
+        for step in (3, 6, 7)
     ]
 
 
