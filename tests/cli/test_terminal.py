@@ -43,7 +43,7 @@ def test_an_age_is_in_the_largest_unit_of_which_there_are_two():
 
 
 def test_a_text_is_cut_at_spaces_and_only_a_long_word_elsewhere():
-    assert wrapped("a-b c-d", 6, "> ") == ["a-b", "> c-d"]
+    assert wrapped("aa-bb cc-dd", 9, "> ") == ["aa-bb", "> cc-dd"]
     assert (wrapped("x" * 5, 3), wrapped("x" * 5, 3, break_words=False)) == (
         ["xxx", "xx"],
         ["xxxxx"],
