@@ -495,6 +495,7 @@ def test_a_connection_whose_body_was_not_read_or_is_cancelled_is_not_used_again(
     assert into == BODY[1000:1009]
     assert answer.descriptor_to_poll() is answer.version() is None  # it has no ETag
     answer.close()
+    assert answer._connection.sock is None, "it is closed"
     assert answer.cancel(at_once=True), "nothing is left to be shut down"
     answer = lane.ask("key", 0, 400_000)
     assert answer is not None

@@ -88,6 +88,8 @@ def test_a_key_below_an_object_is_refused(store):
     for precondition in (None, IfAbsent()):  # a marker's, which is not sent again and again
         with pytest.raises(InputError, match="p' is a folder"):
             store.put("p", b"y", precondition=precondition)
+    with pytest.raises(InputError, match="TypeError"):
+        store.put("k", "no bytes")
     assert keys(store) == ["a", "p/q"]
     assert keys(store, "a/") == []
 

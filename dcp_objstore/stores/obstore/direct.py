@@ -309,9 +309,8 @@ class DirectAnswer(Answer):
         """Return the descriptor of the connection, until the answer has begun."""
         return self._socket.fileno() if self._answer is None and not self._cancelled else None
 
-    def cancel(self, *, at_once: bool) -> bool:
-        """End a read that another thread is in; return True."""
-        del at_once  # a connection can be shut down, so the read ends at once in any case
+    def cancel(self, *, at_once: bool) -> bool:  # noqa: ARG002  it ends at once in any case
+        """End a read that another thread is in, by a shutdown of its connection; return True."""
         self._cancelled = True
         with suppress(OSError):  # the server has closed the connection already
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
@@ -320,7 +319,7 @@ class DirectAnswer(Answer):
     def close(self) -> None:
         """Keep the connection for the next request; close it if more of this answer is to come."""
         # After the last byte of a body in chunks the server sends an empty chunk, which is unread.
-        if self._left_bytes or self._answer is None or self._cancelled or self._answer.chunked:
+        if self._answer is None or self._answer.chunked or self._left_bytes or self._cancelled:
             self._connection.close()
             return
         self._answer.close()  # tells http.client that the body has ended

@@ -73,10 +73,10 @@ class TlsSocket(socket.socket):
         """The TLS session that the next connection can resume."""
         return self._tls.session
 
-    def sendall(self, data: Buffer, flags: int = 0) -> None:
-        """Encrypt and send."""
+    def sendall(self, data: Buffer, flags: int = 0) -> None:  # noqa: ARG002
+        """Encrypt and send, without flags."""
         self._tls.write(data)
-        self._send(flags)
+        self._send()
 
     def recv_into(self, buffer: Buffer, nbytes: int = 0, flags: int = 0) -> int:  # noqa: ARG002
         """Receive and decrypt.
@@ -123,10 +123,10 @@ class TlsSocket(socket.socket):
                     self._send()  # the client's last records of the handshake
                     return
 
-    def _send(self, flags: int = 0) -> None:
+    def _send(self) -> None:
         """Send the records that TLS has made, if any."""
         if self._to_send.pending:
-            super().sendall(self._to_send.read(), flags)
+            super().sendall(self._to_send.read())
 
     def _receive(self, least_bytes: int = 0) -> int:
         """Receive records. Send first the records that TLS itself has made, such as a handshake's.
