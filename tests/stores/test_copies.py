@@ -95,9 +95,11 @@ def test_the_store_itself_keeps_the_condition(bucket, proxy):
 
 
 @whole
-def test_a_copy_whose_answer_is_lost_is_made_again(bucket, proxy):
+def test_a_copy_whose_answer_is_lost_is_made_again(bucket, proxy, monkeypatch):
     """It is lost, then cut off; or Azure is still at work on the copy of which it was."""
-    source, lost = put(bucket), []
+    source, lost, retried = put(bucket), [], list[str]()
+    emit = "dcp_objstore.stores.retries.emit_retry"
+    monkeypatch.setattr(emit, lambda key, *_: retried.append(key))
     at_work = Answer(409, {"x-ms-error-code": "PendingCopyOperation"}, b"")
 
     def lose(answer: Answer) -> Any:
@@ -112,6 +114,7 @@ def test_a_copy_whose_answer_is_lost_is_made_again(bucket, proxy):
     store = open_store(bucket.url, proxy.storage_options)
     version = copy(store, source)
     assert sum(map(is_copy, proxy.asked)) == 3
+    assert retried == [f"{bucket.prefix}to"] * 2
     assert bucket.get("to") == DATA
     assert store.head("to").version == version
 

@@ -264,6 +264,7 @@ def test_a_call_that_a_file_system_does_not_have_is_told_from_one_that_fails(
                 )
         elif is_missing:
             store.put("k", b"created", precondition=IfAbsent())
+            assert read(store, "k") == b"created"
             store.delete("k")
         else:
             with pytest.raises(StoreUnavailableError):

@@ -120,8 +120,7 @@ class TlsSocket(socket.socket):
                     if not self._receive():
                         raise ConnectionError("the server closed during the handshake") from None
                 else:
-                    self._send()  # the client's last records of the handshake
-                    return
+                    return  # the client's last records are sent with the first request
 
     def _send(self) -> None:
         """Send the records that TLS has made, if any."""
