@@ -154,7 +154,7 @@ def is_open(file: int) -> bool:
     return True
 
 
-def test_a_file_of_this_process_alone_is_closed_in_a_forked_child_until_it_is_closed_here(tmp_path):
+def test_a_file_of_this_process_alone_is_closed_in_a_forked_child(tmp_path):
     before = os.umask(0)
     opened = open_here(tmp_path / "a", os.O_CREAT | os.O_RDWR)
     number = open_here(tmp_path / "b", os.O_CREAT | os.O_RDWR, 0o600)

@@ -602,7 +602,7 @@ def test_of_requests_that_are_refused_together_one_renews_what_all_of_them_use()
     assert clients.lane is not lane
 
 
-def test_while_credentials_are_renewed_no_client_is_made_and_no_other_thread_renews_them():
+def test_while_credentials_are_renewed_no_client_is_made_and_no_other_renews():
     made, renewed, meanwhile = list[int](), list[int](), list[tuple[int, int]]()
     expired = GenericError("status code: 400 <Error><Code>ExpiredToken</Code></Error>")
 

@@ -268,15 +268,19 @@ class ObstoreStore(BaseStore[str]):
 
     def _list(self, folder: str) -> Iterator[ObjectMeta]:
         """List over obstore; if it cannot read a page, list over boto3 what was not yielded yet."""
-        yielded_keys = set[str]()
+        # Where keys come in order, the last one tells what was yielded: a run may have millions.
+        last_key, yielded_keys = "", set[str]()
         try:
             for meta in self._list_pages(folder):
-                yielded_keys.add(meta.key)
+                if self._clients.ordered:
+                    last_key = meta.key
+                else:
+                    yielded_keys.add(meta.key)
                 yield meta
         except errors.UnsupportedError as error:
             # `error` is raised again if there is no boto3, or obstore could read the answer.
             for meta in self._boto3_store_for(error).list(folder and f"{folder}/"):
-                if meta.key not in yielded_keys:
+                if meta.key > last_key and meta.key not in yielded_keys:
                     yield meta
 
     def _list_pages(self, folder: str) -> Iterator[ObjectMeta]:
