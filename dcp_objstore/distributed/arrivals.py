@@ -123,19 +123,16 @@ class _Watch:
         self._changed = threading.Condition()
         self._calls: set[_Call] = set()
         self._to_clear: list[_Call] = []  # calls that are over and may have notes
-        # When the waiting thread wakes; -inf while it does not wait, and needs no notification.
-        self._wakes_at = -math.inf
         self._has_thread = False
 
     def add(self, call: _Call) -> None:
-        """Watch a call; wake the thread if it would sleep for too long."""
+        """Watch a call; wake the thread, which may sleep for too long."""
         with self._changed:
             self._calls.add(call)
             if not self._has_thread:
                 spawn(self._run, "arrivals")
                 self._has_thread = True
-            elif call.due < self._wakes_at:
-                self._changed.notify()
+            self._changed.notify()
 
     def remove(self, call: _Call) -> None:
         """End the watch of a call, and have its notes removed."""
@@ -154,10 +151,9 @@ class _Watch:
         while True:
             with self._changed:
                 if not self._to_clear:
-                    self._wakes_at = min((call.due for call in self._calls), default=math.inf)
-                    seconds = min(self._wakes_at - time.monotonic(), threading.TIMEOUT_MAX)
+                    due = min((call.due for call in self._calls), default=math.inf)
+                    seconds = min(due - time.monotonic(), threading.TIMEOUT_MAX)
                     self._changed.wait(seconds)  # not at all if that is past
-                    self._wakes_at = -math.inf
                 now = time.monotonic()
                 looks = [call.note_or_warn for call in self._calls if call.due <= now]
                 clears, self._to_clear = [call.clear for call in self._to_clear], []

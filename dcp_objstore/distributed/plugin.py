@@ -151,8 +151,8 @@ class Target:
         self.config = checked_config(config)
         self._storage_options = storage_options
         self._spec = None if url is None else StoreSpec(url, storage_options, self.config)
-        # Whether no save or load has used the URL given here: then `aim` refuses another one.
-        self._unused = url is not None
+        # The URL given here until a save or load has used it: `aim` refuses another one.
+        self._unused_url = None if self._spec is None else self._spec.url
         self._of_thread = threading.local()
 
     def aim(self, url: str) -> None:
@@ -163,9 +163,9 @@ class Target:
         """
         before = self._spec
         spec = before.at(url) if before else StoreSpec(url, self._storage_options, self.config)
-        if self._unused and before is not None and spec.url != before.url:
+        if self._unused_url not in (None, spec.url):
             raise ConfigError(
-                f"two URLs: of the writer or reader {before.url}, checkpoint_id={spec.url}",
+                f"two URLs: of the writer or reader {self._unused_url}, checkpoint_id={spec.url}",
                 advice="leave one of them out",
                 url=spec.url,
             )
@@ -194,7 +194,7 @@ class Target:
 
     def used_now(self) -> StoreSpec:
         """Return the store of the checkpoint; note that a save or load has begun there."""
-        self._unused = False
+        self._unused_url = None
         return self.spec
 
     def _current(self) -> StoreSpec | None:
@@ -204,9 +204,8 @@ class Target:
         """
         return getattr(self._of_thread, "spec", None) or self._spec
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Target:
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Target:
         """Return a target aimed as this thread's is, with secrets: it stays in this process."""
-        del memo
         return _restore_target(self._current(), self._storage_options, self.config)
 
     def __reduce__(self) -> tuple[Any, ...]:

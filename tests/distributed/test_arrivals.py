@@ -16,7 +16,6 @@ import torch.distributed as dist
 import dcp_objstore as dos
 from dcp_objstore import torch_private
 from dcp_objstore.distributed import arrivals, failures
-from dcp_objstore.run import manager
 from tests.support.ranks import run_ranks
 
 
@@ -71,6 +70,10 @@ def one_rank_is_late(rank: int, world: int, url: str) -> list[tuple[str, list[st
                 logging.getLogger("dcp_objstore").removeHandler(handler)
             warnings.append((name, handler.texts))
             dist.barrier()
+    # The first rank has removed the notes of each call.
+    while any("/calls/" in key for key in getattr(apart, "list_keys", list)()):
+        threading.Event().wait(0.01)
+    dist.barrier()
     return warnings
 
 
@@ -86,48 +89,6 @@ def test_every_call_names_the_ranks_that_do_not_make_it_and_goes_on_when_they_co
         assert "has not made this call" in last
         assert ("if rank == 0" in last) == name.startswith("dcp_objstore.")
         assert f'"{__file__}", line' in last
-
-
-def works_long(rank: int, world: int, url: str) -> tuple[list[str], int]:
-    """Rank 0 works for all until one rank, once both are in the call, has looked who is missing."""
-    store: Any = torch_private.default_store().clone()
-    really = arrivals._Call.note_or_warn
-    handler = Warned(store, "", "warned")
-    looks = 0
-
-    def look(call: arrivals._Call) -> None:
-        nonlocal looks
-        noted = call._store is not None
-        looks += noted
-        while noted and store.add(f"{call._notes}/count", 0) < world:
-            threading.Event().wait(0.01)
-        really(call)
-        if noted:
-            store.set("looked", "1")
-
-    def newest(_: object) -> int:
-        torch_private.default_store().wait(["looked"])
-        return 1
-
-    with pytest.MonkeyPatch.context() as patch, dos.CheckpointManager(url) as run:
-        patch.setattr(arrivals, "_NOTED_AFTER_SECONDS", 0.0)
-        patch.setattr(arrivals, "_WARNED_AFTER_SECONDS", 0.0)
-        patch.setattr(arrivals._Call, "note_or_warn", look)
-        patch.setattr(manager, "newest_step", newest)
-        logging.getLogger("dcp_objstore").addHandler(handler)
-        assert run.latest() == 1
-        logging.getLogger("dcp_objstore").removeHandler(handler)
-        # The first rank has removed the notes.
-        while any("/calls/" in key for key in getattr(store, "list_keys", list)()):
-            threading.Event().wait(0.01)
-        dist.barrier()
-    return handler.texts, looks
-
-
-def test_a_rank_that_works_while_the_others_wait_is_not_missing_and_one_rank_looks(tmp_path):
-    (texts, looks), (more, others) = run_ranks(2, works_long, (tmp_path / "run").as_uri())
-    assert texts + more == []
-    assert looks + others == 1
 
 
 def short_calls(rank: int, world: int, url: str) -> int:
