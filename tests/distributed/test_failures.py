@@ -75,37 +75,54 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> RankThreads:
     ranks: Any = RankThreads(3)
     ranks.get_global_rank = lambda _, number: 10 + number
     monkeypatch.setattr(failures, "dist", ranks)
-    monkeypatch.setattr(failures, "has_gone", lambda _: False)
+    ranks.without_group = []  # the ranks on which the group was destroyed
+    monkeypatch.setattr(failures, "has_gone", lambda group: group.rank in ranks.without_group)
     monkeypatch.setattr(failures, "current_rank", lambda: 10 + ranks.calling.rank)
     return ranks
 
 
+LOST, GONE = CommitLostError("lost"), one_line(gone_error("s3://b/run"))
+
+
 @pytest.mark.parametrize(
-    ("own", "raised"),
+    ("own", "gone", "raised"),
     [
-        ({}, [None]),
-        ({1: CommitLostError("lost")}, ["lost [rank 11, url 's3://b/run']"]),
+        ({}, [], [None]),
+        ({1: LOST}, [1], ["lost [rank 11, url 's3://b/run']", "lost [rank 1, url 's3://b/run']"]),
         (
-            {2: CommitLostError("lost"), 1: RankFailedError("foreign", url="s3://b/other")},
+            {2: LOST, 1: RankFailedError("foreign", url="s3://b/other")},
+            [],
             ["foreign (also failed: rank 12: CommitLostError) [rank 11, url 's3://b/other']"],
         ),
-        (
-            {0: CommitLostError("lost"), 1: KeyboardInterrupt("^C")},
-            ["lost (also failed: rank 11: RankFailedError) [rank 10, url 's3://b/run']", "^C"],
-        ),
+        ({1: SystemExit("end")}, [], ["SystemExit: end [rank 11, url 's3://b/run']", "end"]),
+        ({}, [1], [GONE.replace("[", "[rank 11, "), GONE.replace("[", "[rank 1, ")]),
     ],
 )
-def test_all_ranks_raise_a_copy_of_the_error_of_the_lowest_that_failed(ranks, own, raised):
+def test_all_ranks_raise_a_copy_of_the_error_of_the_lowest_that_failed(ranks, own, gone, raised):
+    """The second rank has its own exit, or no global rank where its group was destroyed."""
     held = {rank: str(error) for rank, error in own.items()}
+    ranks.without_group += gone
 
     def call(rank: int, group: Any) -> None:
         ranks.calling.rank = rank
         raise_on_all(own.get(rank), "s3://b/run", group)
 
-    outcomes = ranks.run(call)
-    said = [None if error is None else one_line(error) for error in outcomes]
-    assert said == (raised * 3)[:3], "on the second rank, its own Ctrl-C"
+    said = [None if error is None else one_line(error) for error in ranks.run(call)]
+    assert said == (raised * 3)[:3]
     assert {rank: str(error) for rank, error in own.items()} == held
+
+
+def test_a_rank_that_does_not_come_is_one_that_failed_with_what_to_do(ranks):
+    def call(rank: int, group: Any) -> None:
+        ranks.calling.rank = rank
+        if rank < 2:
+            raise_on_all(None, "s3://b/run", group, "call it")
+
+    *came, other = ranks.run(call)
+    assert other is None
+    for rank, error in enumerate(came):
+        assert isinstance(error, RankFailedError)
+        assert (error.rank, error.url, error.advice) == (10 + rank, "s3://b/run", "call it")
 
 
 @pytest.mark.parametrize(
@@ -172,11 +189,12 @@ def test_what_breaks_a_collective_is_a_rank_that_failed_or_a_group_that_has_gone
     assert found.__cause__ is error
 
 
-def test_what_fails_on_one_rank_is_an_error_that_can_be_sent_or_a_ctrl_c():
+def test_what_fails_on_one_rank_is_an_error_that_can_be_sent_or_a_ctrl_c(monkeypatch):
+    monkeypatch.setattr(failures, "current_rank", lambda: 2)
     assert capture(lambda: 3) == (3, None)
     for raised, kind in ((KeyError("a"), RankFailedError), (SystemExit(3), SystemExit)):
         result, error = capture(Mock(side_effect=raised))
-        assert (result, type(error)) == (None, kind)
+        assert (result, type(error), getattr(error, "rank", 2)) == (None, kind, 2)
 
 
 @pytest.mark.parametrize(
