@@ -157,9 +157,9 @@ def raise_on_all(
         own = gone_error(url)
     with meeting(url, group, advice):
         reports: list[Any] = [None] * dist.get_world_size(group)
-        sent = own
-        if own is not None and not isinstance(own, DcpObjstoreError):
-            sent = typed(own, current_rank(), url)
+        # Ctrl-C or `sys.exit`, which is raised here as it is.
+        ending = None if isinstance(own, DcpObjstoreError) else own
+        sent = own if ending is None else typed(ending, current_rank(), url)
         # After an error, `same` is left out: it may have a wrong argument, which may not pickle.
         report = _Report(sent, advice, {} if own is not None or same is None else same)
         dist.all_gather_object(reports, report, group=group)
@@ -168,8 +168,8 @@ def raise_on_all(
             for number, report in enumerate(reports)
             if report.error is not None
         }
-        if own is not None and sent is not own:
-            failures[current_rank() or 0] = own  # Ctrl-C is raised here as it is
+        if ending is not None:
+            failures[current_rank() or 0] = ending
         if failures:
             _raise_lowest(failures, url)
         _check_same(reports, url, group)
@@ -265,13 +265,12 @@ def _raise_lowest(
         if number != first
     ]
     suffix = f" (also failed: {first_few(others, _OTHERS_SHOWN)})" if others else ""
-    if not isinstance(cause, DcpObjstoreError):
-        cause = typed(cause, first, url)
+    error = typed(cause, first, url)
     # A RankFailedError stands here for what torch raises once it no longer knows the group.
-    if gone and isinstance(cause, RankFailedError):
-        raise gone_error(url) from cause
+    if gone and isinstance(error, RankFailedError):
+        raise gone_error(url) from error
     # The error may have the rank within the group; replace it by the global rank.
-    _raise_copy(cause, suffix, rank=first, url=url)
+    _raise_copy(error, suffix, rank=first)
 
 
 def _raise_copy(

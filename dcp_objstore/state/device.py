@@ -212,9 +212,9 @@ class Outbound:
         copies: deque[_CopiedSlice] = deque()
         try:
             while rest.numel() or copies:
-                while rest.numel() and len(copies) < _COPIES_AT_ONCE:
+                while len(copies) < _COPIES_AT_ONCE:
                     size_bytes = self._room_for(rest.numel(), wait=not copies)
-                    if not size_bytes:
+                    if not size_bytes:  # nothing is left, or no slot is free
                         break  # the slots come back when the slices here were yielded and sent
                     copies.append(self._copy(rest[:size_bytes], lane))
                     rest = rest[size_bytes:]

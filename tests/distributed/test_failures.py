@@ -8,6 +8,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from traceback import StackSummary
 from typing import Any
 from unittest.mock import Mock
@@ -77,6 +78,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> RankThreads:
     monkeypatch.setattr(failures, "dist", ranks)
     ranks.without_group = []  # the ranks on which the group was destroyed
     monkeypatch.setattr(failures, "has_gone", lambda group: group.rank in ranks.without_group)
+    monkeypatch.setattr(failures, "is_first", lambda group: group.rank == 0)
     monkeypatch.setattr(failures, "current_rank", lambda: 10 + ranks.calling.rank)
     return ranks
 
@@ -105,24 +107,75 @@ def test_all_ranks_raise_a_copy_of_the_error_of_the_lowest_that_failed(ranks, ow
 
     def call(rank: int, group: Any) -> None:
         ranks.calling.rank = rank
-        raise_on_all(own.get(rank), "s3://b/run", group)
+        not_to_be_sent = {"n": (lambda: 0) if rank in own else 1}
+        raise_on_all(own.get(rank), "s3://b/run", group, same=not_to_be_sent)
 
-    said = [None if error is None else one_line(error) for error in ranks.run(call)]
+    outcomes = ranks.run(call)
+    said = [None if error is None else one_line(error) for error in outcomes]
     assert said == (raised * 3)[:3]
+    assert all(error is None or str(error).startswith(error.args[0]) for error in outcomes)
+    assert all(outcomes[rank] is error for rank, error in own.items() if error.args == ("end",))
     assert {rank: str(error) for rank, error in own.items()} == held
 
 
-def test_a_rank_that_does_not_come_is_one_that_failed_with_what_to_do(ranks):
+def test_an_argument_that_differs_is_named_on_all_ranks(ranks):
+    def call(rank: int, group: Any) -> None:
+        ranks.calling.rank = rank
+        raise_on_all(None, "s3://b/run", group, same={"n": rank})
+
+    said = "every rank must pass the same n=, but rank 10 has 0, rank 11 1 [url 's3://b/run']"
+    assert [one_line(error) for error in ranks.run(call)] == [said] * 3
+
+
+@pytest.mark.parametrize(
+    ("meet", "advice"),
+    [
+        (lambda group: raise_on_all(None, "s3://b/run", group, "call it"), "call it"),
+        (lambda group: failures.from_first(1, "s3://b/run", group, "call it"), "call it"),
+        (lambda group: failures.from_all(1, "s3://b/run", group), failures._SAME_CALLS),
+        (lambda group: failures.on_first(int, "s3://b/run", group), failures._SAME_CALLS),
+    ],
+)
+def test_a_rank_that_does_not_come_is_one_that_failed_with_what_to_do(ranks, meet, advice):
     def call(rank: int, group: Any) -> None:
         ranks.calling.rank = rank
         if rank < 2:
-            raise_on_all(None, "s3://b/run", group, "call it")
+            meet(group)
 
     *came, other = ranks.run(call)
     assert other is None
     for rank, error in enumerate(came):
         assert isinstance(error, RankFailedError)
-        assert (error.rank, error.url, error.advice) == (10 + rank, "s3://b/run", "call it")
+        assert (error.rank, error.url, error.advice) == (10 + rank, "s3://b/run", advice)
+
+
+@pytest.mark.parametrize(
+    ("error", "gone", "made_by"),
+    [(None, [], [0]), (LOST, [], [0]), (None, [0], []), (None, [1], [0])],
+)
+def test_what_the_first_rank_makes_and_what_each_has_comes_to_all(ranks, error, gone, made_by):
+    ranks.without_group += gone
+    made: list[int] = []
+
+    def call(rank: int, group: Any) -> object:
+        def make() -> str:
+            made.append(rank)
+            if error is not None:
+                raise error
+            return f"made by {rank}"
+
+        ranks.calling.rank = rank
+        of_first = failures.from_first(f"of {rank}", None, group)
+        return failures.on_first(make, None, group), of_first, failures.from_all(rank, None, group)
+
+    outcomes = ranks.run(call)
+    assert made == made_by
+    if error is None and not gone:
+        assert outcomes == [("made by 0", "of 0", [0, 1, 2])] * 3
+    else:
+        assert [type(outcome) for outcome in outcomes] == [
+            InputError if gone else CommitLostError
+        ] * 3
 
 
 @pytest.mark.parametrize(
@@ -216,6 +269,22 @@ def test_only_an_error_that_may_be_a_bug_keeps_in_words_where_it_was_raised(erro
     assert ("in fail" in "".join(getattr(error, "__notes__", []))) is kept
 
 
+@dataclass(frozen=True)
+class Frozen(Exception):  # noqa: N818
+    text: str
+
+
+def test_an_error_that_takes_no_note_and_those_of_its_ranks_lose_their_frames():
+    with pytest.raises(KeyError) as inner:
+        raise KeyError
+    drop_state(CheckpointException("", {0: (inner.value, StackSummary())}))
+    assert inner.value.__traceback__ is None
+    with pytest.raises(Frozen) as frozen:
+        raise Frozen("takes none")
+    drop_state(frozen.value)
+    assert frozen.value.__traceback__ is None
+
+
 @pytest.mark.skipif(
     TorchVersion(torch.__version__) < (2, 13), reason="DCP of torch 2.9 keeps its own errors"
 )
@@ -277,10 +346,11 @@ def test_ranks_are_compared_with_the_first(second, error, said):
 def test_alone_a_rank_raises_its_own_error_if_it_has_one():
     raise_on_all(None, "s3://b/run", None)
     for known in (None, "s3://b/other"):
-        own = CommitLostError("lost", url=known)
+        own = CommitLostError("lost", rank=4, url=known)
         with pytest.raises(CommitLostError) as lost:
             raise_on_all(own, "s3://b/run", None)
-        assert (lost.value.url, own.url) == (known or "s3://b/run", known)
+        found = lost.value
+        assert (found.rank, found.url, own.url) == (4, known or "s3://b/run", known)
     for error in (KeyboardInterrupt(), SystemExit(3)):
         with pytest.raises(type(error)) as caught:
             raise_on_all(error, "s3://b/run", None)

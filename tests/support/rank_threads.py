@@ -94,6 +94,9 @@ class RankThreads:
         gathered = group.ranks._together("gather", group.rank, pickle.dumps(value))
         values[:] = map(pickle.loads, gathered)
 
+    def broadcast_object_list(self, values: list[Any], *, group: RankGroup, group_src: int) -> None:
+        values[:] = group.ranks._together("broadcast", group.rank, [*values])[group_src]
+
     def all_reduce(self, tensor: torch.Tensor, op: Any, *, group: RankGroup) -> None:
         assert op == dist.ReduceOp.MAX
         tensors = group.ranks._together("reduce", group.rank, tensor.clone())
