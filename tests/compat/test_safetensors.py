@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.checkpoint import read as checkpoint_read
 from dcp_objstore.compat.safetensors import header_bytes
+from dcp_objstore.config import MIB
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -209,6 +211,23 @@ def test_bad_input_gets_one_clear_error_and_leaves_nothing(tmp_path, text):
             assert (caught.value.key, caught.value.object_key) == ("v", "1.safetensors")
     assert not state["w"].any()
     assert {path.name for path in tmp_path.iterdir()} == files.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "within", "beyond"),
+    [
+        ("model.safetensors", 100_000_000 - 8, "not a whole", "more than 100000000 bytes"),
+        (INDEX, 64 * MIB, "no weight_map", "at most 67108864"),
+    ],
+)
+def test_headers_and_indices_are_read_up_to_their_limits(tmp_path, name, most, within, beyond):
+    url = tmp_path.as_uri()
+    for size, text in ((most, within), (most + 1, beyond)):
+        (tmp_path / name).write_bytes(size.to_bytes(8, "little"))
+        os.truncate(tmp_path / name, size + 8 * (name != INDEX))
+        with pytest.raises(CheckpointCorruptError, match=text) as caught:
+            dos.open(url)
+        assert caught.value.url == url
 
 
 def test_the_metadata_of_a_header_may_be_null_or_have_the_names_of_a_tensors_fields(memory):

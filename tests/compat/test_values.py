@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 import dcp_objstore as dos
 from dcp_objstore.compat import values
-from dcp_objstore.compat.values import check_safe, warn_unsafe_value
+from dcp_objstore.compat.values import check_safe, check_vetted, warn_unsafe_value
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     RankFailedError,
@@ -265,10 +265,21 @@ def test_a_damaged_value_is_corrupt_and_names_its_key(value):
 
 
 def test_bytes_with_their_digests_are_not_called_damaged_whatever_they_are():
-    body = saved(7)
-    for strange in (b"", b"a planner's own format", body[:-1], hostile.v2(b"cm\nn" * 3)):
-        with pytest.raises(UntrustedPickleError, match="trust_pickle"):
+    too_large = hostile.v2(hostile.called("builtins.bytearray", hostile.long_number(1 << 33)))
+    refused = (b"", b"a planner's own format", saved(7)[:-1], too_large)
+    for strange in (*refused, hostile.v2(b"cm\nn" * 3), hostile.v2(b"N2")):
+        with pytest.raises(UntrustedPickleError, match=r"torch\.save.*trust_pickle") as caught:
             check_safe(strange, "key", trust_pickle=False, is_verified=True)
+        assert caught.value.key == "key"
+        with pytest.warns(UserWarning, match=r"'key' is not what torch\.save writes"):
+            warn_unsafe_value(strange, "key", set())
+    for strange in refused:
+        with pytest.raises(UntrustedPickleError) as caught:
+            check_vetted(strange, "key")
+        assert caught.value.key == "key"
+    encrypted = hostile_cases.BROKEN["encrypted"]()  # as torch alone finds out
+    with pytest.raises(UntrustedPickleError, match="PytorchStreamReader"):
+        check_safe(encrypted, "key", trust_pickle=False, is_verified=True)
 
 
 class OwnFormat(DefaultSavePlanner):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from dcp_objstore.config import MIB
 from dcp_objstore.inspect import slabs
 from dcp_objstore.inspect.slabs import Slab, cut, read_ahead
 from dcp_objstore.read.geometry import narrow
@@ -43,6 +44,7 @@ def test_slabs_begin_where_stored_blocks_do():
         slab.box.offsets[0] for slab in cut("w", (100, 4), torch.uint8, (0, 50), most_bytes=WINDOW)
     ]
     assert found == [0, 16, 32, 48, 62, 78, 94]  # from 50 on, three blocks of four rows further
+    assert [slab.size_bytes for slab in cut("w", (33, MIB), torch.uint8)] == [32 * MIB, MIB]
 
 
 def test_a_tensor_without_elements_has_no_slab():

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
 from dcp_objstore.config import MIB
-from dcp_objstore.errors import CredentialsError, UnsupportedError
+from dcp_objstore.errors import CredentialsError, StoreUnavailableError, UnsupportedError
 from dcp_objstore.stores.spec import StoreSpec
 from tests.support.states import seeded
 from tests.support.wrapped_stores import ChangingStore
@@ -93,7 +93,7 @@ def test_a_block_that_differs_only_once_is_not_damaged(large, through):
 
 
 @pytest.mark.parametrize("deep", [False, True])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, CredentialsError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, CredentialsError, StoreUnavailableError])
 def test_a_verification_that_ends_early_names_the_damage_so_far(tmp_path, monkeypatch, deep, error):
     state = {"w": torch.arange(6 * MIB, dtype=torch.float32), "step": 5}  # six blocks
     _, path = saved(tmp_path / "step-1", state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import shutil
 from itertools import islice
 from typing import Any
 
@@ -126,11 +127,12 @@ def test_wrong_calls_say_what_is_wrong(tmp_path):
 
 def test_a_step_that_is_deleted_meanwhile_is_left_out(tmp_path):
     url = (tmp_path / "run").as_uri()
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         dos.save({"w": torch.ones(3)}, f"{url}/step-{step}", progress=False)
     reports = dos.verify_run(url)
-    assert next(reports).url == f"{url}/step-3"
-    dos.delete(f"{url}/step-2")
+    assert next(reports).url == f"{url}/step-4"
+    dos.delete(f"{url}/step-3")
+    shutil.rmtree(tmp_path / "run" / "step-2")
     assert [one.url for one in reports] == [f"{url}/step-1"]
 
 

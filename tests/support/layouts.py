@@ -38,7 +38,7 @@ class Layout:
     """What a version pickles differently from torch 2.13.
 
     Attributes:
-        metadata_lacks, storage_meta_lacks: attributes that did not exist yet.
+        metadata_lacks: attributes that did not exist yet.
         properties: the class of a tensor's properties.
         strides: whether TensorProperties has a sixth field (torch 2.15).
         enum_by_name: as CPython 3.11.0 to 3.11.3 pickle a member of an enum.
@@ -49,7 +49,6 @@ class Layout:
     """
 
     metadata_lacks: tuple[str, ...] = ()
-    storage_meta_lacks: tuple[str, ...] = ()
     properties: type = stock.TensorProperties
     strides: bool = False
     enum_by_name: bool = False
@@ -70,7 +69,8 @@ class Layout:
 
     def _converted(self, metadata: stock.Metadata) -> stock.Metadata:
         """The same of this layout's classes, without what they lack."""
-        left = _without(metadata, self.metadata_lacks) | dict(self.extra)
+        left = {k: v for k, v in vars(metadata).items() if k not in self.metadata_lacks}
+        left |= self.extra
         left["state_dict_metadata"] = {
             key: dataclasses.replace(item, properties=self._properties(item.properties))
             if isinstance(item, stock.TensorStorageMetadata)
@@ -110,9 +110,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         layout, kind = self.layout, type(value)
         if kind is stock.StorageMeta:
-            left = _without(value, layout.storage_meta_lacks)
-            left["checkpoint_id"] = layout.path(str(value.checkpoint_id))
-            return copyreg.__newobj__, (kind,), left  # type: ignore[attr-defined]
+            place = {"checkpoint_id": layout.path(str(value.checkpoint_id))}
+            return copyreg.__newobj__, (kind,), vars(value) | place  # type: ignore[attr-defined]
         if kind is stock.TensorProperties and layout.strides:
             return copyreg.__newobj__, (kind,), (*value.__getstate__(), (4, 1))  # type: ignore[attr-defined]
         if kind in (stock._MEM_FORMAT_ENCODING, sharded.MEM_FORMAT_ENCODING, WriteItemType):
@@ -120,10 +119,6 @@ class _Pickler(pickle.Pickler):
                 return getattr, (kind, value.name)
             return kind, (value.value,)
         return NotImplemented
-
-
-def _without(value: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: item for name, item in vars(value).items() if name not in names}
 
 
 class PosixPathOfPython313(pathlib.PurePosixPath):
@@ -170,8 +165,3 @@ def megatron_plans(metadata: stock.Metadata) -> list[Any]:
 
 MCORE_METADATA = stand_in(MEGATRON, "MCoreMetadata", stock.Metadata)
 MCORE_DATA = {"weight": {"nd_reformulated_orig_global_shape": (4, 3)}}
-
-BEFORE_2_3 = Layout(metadata_lacks=("storage_meta", "version"), properties=sharded.TensorProperties)
-BEFORE_2_4 = Layout(metadata_lacks=("storage_meta", "version"))
-BEFORE_2_7 = Layout(metadata_lacks=("version",), storage_meta_lacks=("modules",))
-BEFORE_2_9 = Layout(metadata_lacks=("version",))
