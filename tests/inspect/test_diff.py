@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -64,7 +65,10 @@ def test_by_digests_only_markers_and_indices_are_fetched(bucket, requests):
     assert (tensor.key, tensor.what) == ("model.w", "changed")
     assert (report.equal, report.read_bytes, report.same) == (7, 0, False)
     assert not (report.added or report.removed or report.values)
-    assert dos.diff(one, one, storage_options=options).same
+    report = dos.diff(one, one, storage_options=options)
+    assert report.same
+    for what in ("added", "removed", "tensors", "values"):
+        assert not dataclasses.replace(report, **{what: (None,)}).same
 
 
 def save_rows(rank: int, world: int, url: str, options: Mapping[str, object]) -> None:
@@ -162,7 +166,7 @@ def test_a_bar_counts_the_bytes_of_both_on_a_terminal_alone(tmp_path, saved, mon
         monkeypatch.setattr(Bar, "begin", lambda _, number, sums=sums: sums.update(begin=number))
         monkeypatch.setattr(Bar, "advance", lambda _, number, sums=sums: sums.update(seen=number))
         monkeypatch.setattr(Bar, "flush", lambda _, sums=sums: sums.update(flush=1))
-        dos.diff(*urls, progress=progress)
+        dos.diff(*urls, **({} if progress else {"progress": False}))
         assert sums["begin"] == (bytes_of_both if is_seen and progress else 0)
         assert (sums["seen"], sums["flush"]) == (bytes_of_both, 1)
 

@@ -350,11 +350,19 @@ def test_the_settings_of_a_read_and_a_comparison_are_those_of_the_opening(monkey
         dos.read_state_dict("s3://bucket/x", **read)
     assert calls == [("s3://bucket/x", read)]
     keys: dict[str, Any] = {"storage_options": {"key": "a"}, "other_storage_options": {"key": "b"}}
+    first, other = "s3://bucket/first", "s3://bucket/other"
+    usual = {"config": None, "verify": True, "trust_pickle": False, "storage_options": None}
+    for settings in ({**shared, **keys}, {}):
+        with pytest.raises(OpenedError):
+            dos.diff(first, other, **settings)
     with pytest.raises(OpenedError):
-        dos.diff("s3://bucket/first", "s3://bucket/other", **shared, **keys)
+        dos.read_state_dict("s3://bucket/x")
     assert calls[1:] == [
-        ("s3://bucket/first", {**shared, "storage_options": {"key": "a"}}),
-        ("s3://bucket/other", {**shared, "storage_options": {"key": "b"}}),
+        (first, {**shared, "storage_options": {"key": "a"}}),
+        (other, {**shared, "storage_options": {"key": "b"}}),
+        (first, usual),
+        (other, usual),
+        ("s3://bucket/x", {**usual, "rename": (), "on_event": None, "trace": None}),
     ]
 
 

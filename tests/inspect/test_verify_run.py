@@ -113,6 +113,8 @@ def test_each_step_is_verified_with_the_settings_of_the_call(tmp_path, monkeypat
         assert (spec.url, spec.config) == (f"{url}/step-1", config)
         assert (events.on_event, str(events.trace)) == (print, "trace.json")
         assert settings_of_step == {**how, "progress": False}
+    next(dos.verify_run(url))
+    assert calls.pop()[1] == {"quick": False, "deep": False, "progress": True}
 
 
 def test_wrong_calls_say_what_is_wrong(tmp_path):
