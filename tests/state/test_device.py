@@ -243,6 +243,8 @@ def test_where_no_pinned_memory_can_be_had_ordinary_memory_is_used_with_one_warn
             raise RuntimeError("CUDA error: out of memory\nmore lines")
         return real_empty(*sizes, **settings)
 
+    with torch.device("meta"):
+        torch.ones(())  # makes torch note which functions make tensors: its own, not this one
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(device, "_has_warned", threading.Event())
     with torch.device("meta"):
