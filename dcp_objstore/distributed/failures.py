@@ -265,12 +265,13 @@ def _raise_lowest(
         if number != first
     ]
     suffix = f" (also failed: {first_few(others, _OTHERS_SHOWN)})" if others else ""
-    error = typed(cause, first, url)
+    if not isinstance(cause, DcpObjstoreError):
+        cause = typed(cause, first, url)
     # A RankFailedError stands here for what torch raises once it no longer knows the group.
-    if gone and isinstance(error, RankFailedError):
-        raise gone_error(url) from error
-    # The error may have the rank within the group; replace it by the global rank.
-    _raise_copy(error, suffix, rank=first)
+    if gone and isinstance(cause, RankFailedError):
+        raise gone_error(url) from cause
+    # The error may have the rank within the group; its copy has the global rank.
+    _raise_copy(cause, suffix, rank=first, url=url)
 
 
 def _raise_copy(
