@@ -67,13 +67,14 @@ def named_files(
     """
     files: list[PlannedFile] = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        # Without suffixes, the whole path counts as a folder, so this is its URL.
-        url = folder_and_name(path, ())[0].rstrip("/")
+        # Without suffixes that make it the path of a file, the whole path counts as a folder, of
+        # which this is the URL.
+        url = folder_and_name(path, suffixes=())[0].rstrip("/")
         copies = _copies(url, spec_of)
         if not copies:
             raise InputError(
-                "nothing to copy: no file is there, no folder or pattern that has a file directly"
-                " below it that is neither hidden nor weights (name such a file itself)",
+                "nothing to copy: there is no such file, and no folder or pattern of this name with"
+                " a file that is neither hidden nor weights (name such a file itself)",
                 url=url,
             )
         files += copies

@@ -91,6 +91,7 @@ def typed_failures(
             global_rank(number, group): failure
             for number, (failure, _) in sorted(error.failures.items())
         }
+        # The frames of the failed call hold the state, which may not fit into memory twice.
         _free_locals(error, handled)
         _raise_lowest(failures, url, gone=has_gone(group))
     except DcpObjstoreError:

@@ -132,7 +132,7 @@ class Scratch:
             try:
                 folder.rmdir()
             except OSError:
-                return  # never made, or not empty because of another program
+                return  # not empty because of another program, or no write has made any of them
 
 
 def _attempt(errors: list[DcpObjstoreError], action: Callable[[], T]) -> T | None:

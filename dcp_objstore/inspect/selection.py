@@ -159,9 +159,11 @@ def nested(
         for step, following in pairwise(place):
             inner, room = _entry_at(container, step, key, room)
             if inner is None:
-                inner = {} if isinstance(following, str) else []
+                if isinstance(following, str):
+                    dicts.append(inner := {})
+                else:
+                    inner = []
                 container[step] = inner
-                dicts += [inner] if isinstance(inner, dict) else []
             container = inner
         if not place:  # an empty place is no place in a dict
             raise _contradiction(key)

@@ -351,6 +351,7 @@ def remove_local_runs(local: Local) -> list[tuple[LocalRun, bool]]:
         InputError: as `local_runs`.
     """
     with _existing_home(local) as home:
+        # `remove_run` looks again, because a process may have begun to use the run meanwhile.
         return [
             (run, not run.in_use and remove_run(home, home / run.folder))
             for run in local_runs(local)

@@ -71,8 +71,8 @@ class _Load:
 
     spec: StoreSpec
     channel: Channel
+    is_together: bool
     checkpoint: StoredCheckpoint | None = None
-    is_together: bool = False
     planned: PlannedLoad | None = None
     copies: LoadCopies | None = None
     error: DcpObjstoreError | None = None
@@ -276,7 +276,8 @@ class ObjectStoreReader(StorageReader):
         text), but passes on what `set_up_storage_reader` raises.
         """
         spec = self._target.used_now()
-        load = _Load(spec, self._event_settings.channel("load", spec.url, *rank_and_world_size()))
+        channel = self._event_settings.channel("load", spec.url, *rank_and_world_size())
+        load = _Load(spec, channel, self._read_once and current_rank() is not None)
         self._of_thread.load = load
         try:
             with load.channel.current(), plugin_errors(None, load.spec.url):
@@ -296,7 +297,6 @@ class ObjectStoreReader(StorageReader):
         def open_here() -> StoredCheckpoint:
             return open_stored_checkpoint(load.spec, str(uuid.uuid4()), verify=self._verify)
 
-        load.is_together = self._read_once and current_rank() is not None
         # If no group was given, it is not sure that all ranks of the default group make this call.
         if not load.is_together or self._process_group is None:
             return open_here()

@@ -160,7 +160,7 @@ class _Follower:
             check_number(name, getattr(self, name), least, whole=False)
 
     def steps(self) -> Generator[ListedCheckpoint, None, None]:
-        """Yield the steps, each pinned until the next one is asked for."""
+        """Yield the steps; if there is a pin, `_next` sets it, and it ends with the next step."""
         while (step := self._next()) is not None:
             try:
                 yield step

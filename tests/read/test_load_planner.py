@@ -67,6 +67,10 @@ def test_a_module_gets_the_extra_state_that_was_saved_whatever_its_own_is(traine
         with torch.device("meta"):  # where new tensors lie by default
             dos.load({"m": module}, url, progress=False)
         assert str(module.kept) == str(trained)
+        # What fits is filled in place, on its own device.
+        kinds = [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in (fresh, trained)]
+        fits = isinstance(fresh, torch.Tensor) and kinds[0] == kinds[1]
+        assert (module.kept is fresh) == fits
 
 
 def test_every_key_that_does_not_fit_is_named_with_both_sides():

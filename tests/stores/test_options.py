@@ -14,7 +14,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec, open_store
-from dcp_objstore.stores.options import parse
+from dcp_objstore.stores.options import cannot_be_sent, parse
 from dcp_objstore.stores.s3.options import S3Options
 from dcp_objstore.stores.schemes import (
     SCHEMAS,
@@ -190,6 +190,11 @@ def test_of_a_foreign_scheme_only_well_known_options_are_no_secrets():
     masked = {"key": "***", "client_kwargs": {"aws_access_key_id": "***", "region_name": "r"}}
     assert public_options(nested, mask=True) == masked
     assert public_options({"fs": 7}, mask=True) == {"fs": "<int>"}
+
+
+def test_a_key_in_json_may_have_line_breaks_which_no_header_may_have():
+    given = ("a\nb", "a\x7f", ' {"a":\n1}', "a b")
+    assert [cannot_be_sent(text) for text in given] == [True, True, False, False]
 
 
 def test_options_of_a_foreign_scheme_are_copied_without_those_of_none():

@@ -128,6 +128,7 @@ def _from_options(options: AzureOptions) -> Credentials | None:
             # So that a key in the environment does not win.
             "credential_type": "client_secret",
         }
+        # obstore's clients ask for tokens themselves.
         return Credentials("storage_options", config=config, renew=asked_by_clients)
     return None if options.credential is None else _from_credential(options.credential)
 
