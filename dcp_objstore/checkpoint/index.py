@@ -21,9 +21,9 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, KeysView, Sequence
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -61,6 +61,7 @@ _LOW_HALF = np.uint64(2**32 - 1)
 # one that cannot be hashed.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError)
 
+T = TypeVar("T")
 Column: TypeAlias = np.ndarray[tuple[int], np.dtype[np.unsignedinteger[Any]]]
 Matrix: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.unsignedinteger[Any]]]
 _Mask: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -214,6 +215,19 @@ class LiteralKey(str):
     def value(self) -> Any:
         """The key."""
         return ast.literal_eval(self)
+
+
+def with_own_keys(entries: Mapping[Any, T]) -> dict[Any, T]:
+    """Return the entries of a dict under the keys that its steps are names of.
+
+    Two ranks may have saved keys that are equal, such as 1 and 1.0. Then the names stay, because
+    one dict cannot have both.
+    """
+    own = {
+        step.value if isinstance(step, LiteralKey) else step: entry
+        for step, entry in entries.items()
+    }
+    return own if len(own) == len(entries) else dict(entries)
 
 
 def plain(step: str | int) -> str | int:

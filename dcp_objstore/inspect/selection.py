@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dcp_objstore.checkpoint.index import LiteralKey
+from dcp_objstore.checkpoint.index import with_own_keys
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, StateMismatchError
 from dcp_objstore.observe.report import first_few
 from dcp_objstore.read.geometry import Box
@@ -172,11 +172,9 @@ def nested(
             raise _contradiction(key)
         container[place[-1]] = value
     for names in dicts:
-        if any(isinstance(name, LiteralKey) for name in names):
-            own_keys = [name.value if isinstance(name, LiteralKey) else name for name in names]
-            values = [*names.values()]
-            names.clear()
-            names.update(zip(own_keys, values, strict=True))
+        own = with_own_keys(names)
+        names.clear()
+        names.update(own)
     return result
 
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dcp_objstore import torch_private
-from dcp_objstore.checkpoint.index import LiteralKey
+from dcp_objstore.checkpoint.index import with_own_keys
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.state.per_rank import PerRank, is_stateful
 from dcp_objstore.state.trainable import Trainable
@@ -342,10 +342,7 @@ def _built(value: Any) -> Any:
         return value
     if value and all(type(step) is int for step in value):
         return [_built(value[number]) for number in sorted(value)]
-    return {
-        step.value if isinstance(step, LiteralKey) else step: _built(item)
-        for step, item in value.items()
-    }
+    return with_own_keys({step: _built(item) for step, item in value.items()})
 
 
 def alike(original: Any, loaded: Any) -> Any:

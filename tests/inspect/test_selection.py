@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import assume, given, reject, settings, strategies as st
 
 import dcp_objstore as dos
+from dcp_objstore.checkpoint.index import LiteralKey
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, StateMismatchError
 from dcp_objstore.inspect.selection import box_of, matching, nested
 from dcp_objstore.read.geometry import Box
@@ -149,6 +150,13 @@ def test_any_nested_state_is_read_as_it_was_saved(state):
         assert "the same name" in str(error)
         reject()
     assert repr(in_order(dos.read_state_dict(url))) == repr(in_order(state))
+
+
+def test_keys_of_two_ranks_that_are_equal_in_one_dict_are_read_under_their_names():
+    places = {"d.1": ("d", LiteralKey("1")), "d.True": ("d", LiteralKey("True"))}
+    assert repr(nested({"d.1": "one"}, places)) == "{'d': {1: 'one'}}"
+    both = nested({"d.1": "one", "d.True": "other"}, places)
+    assert repr(both) == "{'d': {'1': 'one', 'True': 'other'}}"
 
 
 @pytest.mark.parametrize(
