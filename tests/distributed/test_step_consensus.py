@@ -147,6 +147,7 @@ def test_ranks_agree_two_polls_ahead_and_the_store_keeps_what_two_rounds_need():
         kept = [at for at in range(9) if all(store.check([f"{at}/{name}"]) for name in names)]
         assert kept == [*range(max(0, number - 1), number + 1)]
         assert store.num_keys() == len(names) * len(kept)
+        assert [store.add(f"{at}/count", 0) for at in kept] == [2] * len(kept), "one for each rank"
 
 
 def test_a_rank_alone_does_at_its_next_step_what_it_asks_for():

@@ -304,7 +304,11 @@ def test_each_byte_is_fetched_by_one_rank_and_reaches_all_that_need_it(
 ):
     jobs = [Rank(LAYOUTS[layout](rank)) for rank in range(3)]
     shares = shares_of(jobs)
+    before = {*threading.enumerate()}
     ranks, outcomes = run(monkeypatch, jobs, hosts, shares=shares, ahead_bytes=ahead_bytes)
+    for thread in {*threading.enumerate()} - before:
+        thread.join(30)
+        assert not thread.is_alive(), thread.name
     for job in jobs:
         job.assert_filled()
     loads = all_loaded(ranks, outcomes)

@@ -402,6 +402,18 @@ def test_a_step_that_was_unpinned_and_deleted_in_the_body_is_no_error(url, time,
     assert "still pinned" not in caplog.text
 
 
+def test_a_superseded_step_is_told_beside_one_that_was_deleted(url, time):
+    def go_back_and_delete() -> None:
+        train(url, [3], back_to=1)
+        dos.delete(f"{url}/step-1")
+
+    train(url, [1, 2])
+    time.later = [go_back_and_delete, lambda: finish(url)]
+    dropped: list[dos.reports.ListedCheckpoint] = []
+    assert names(dos.follow(url, on_dropped=dropped.append)) == ["step-1", "step-2", "step-3"]
+    assert [step.name for step in dropped] == ["step-2"]
+
+
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_a_follower_follows_on_a_server(bucket, time):
     options = {"storage_options": bucket.storage_options}

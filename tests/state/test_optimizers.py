@@ -56,6 +56,25 @@ def test_what_an_optimizer_has_already_is_filled_in_place():
         assert float(state["step"]) == 2
 
 
+def test_an_optimizer_with_a_state_dict_of_its_own_form_gets_it_back():
+    class Counting(torch.optim.SGD):
+        kept = 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"kept": self.kept}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.kept = state_dict["kept"]
+
+    model = layers()
+    optimizer = Counting(model.parameters(), lr=0.1)
+    optimizer.kept = 5
+    dos.save({"model": model, "optim": optimizer}, url := memory_url(), progress=False)
+    fresh = Counting(model.parameters(), lr=0.1)
+    dos.load({"model": model, "optim": fresh}, url, progress=False)
+    assert fresh.kept == 5
+
+
 def test_a_state_that_was_only_looked_at_is_not_saved():
     model = layers()
     optimizer = torch.optim.AdamW(model.parameters())

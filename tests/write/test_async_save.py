@@ -23,7 +23,7 @@ from dcp_objstore.errors import (
     RankFailedError,
     SaveInProgressError,
 )
-from dcp_objstore.observe.events import Staged
+from dcp_objstore.observe.events import AnyEvent, Failed, Staged
 from dcp_objstore.write import async_save as async_api
 from dcp_objstore.write.staging.state import Staging
 from tests.support.checkpoints import memory_url
@@ -438,10 +438,12 @@ def test_a_copy_that_fails_fails_its_save_alone(step, saves, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(Staging, step, broken)
-        handle = dos.async_save(state(), memory_url(), wait_for_staging=False)
+        told: list[AnyEvent] = []
+        handle = dos.async_save(state(), memory_url(), wait_for_staging=False, on_event=told.append)
         for ask in (handle.staged, handle.result):
             with pytest.raises(RankFailedError, match="no memory"):
                 ask(30)
+        assert [type(event) for event in told].count(Failed) == 1
     dos.async_save(state(), memory_url()).result(30)
 
 
