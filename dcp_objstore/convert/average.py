@@ -259,8 +259,7 @@ def _opened(
     checkpoint = Checkpoint(
         newest_spec, newest, verify=True, trust_pickle=trust_pickle, event_settings=settings
     )
-    values = checkpoint.read(counters, progress=False) if counters else {}
-    return opened, list(averaged), values
+    return opened, list(averaged), checkpoint.read(counters, progress=False)
 
 
 def _averaged(spec: StoreSpec, stored: StoredCheckpoint, keys: Patterns) -> dict[str, SavedTensor]:

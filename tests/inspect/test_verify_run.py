@@ -21,6 +21,7 @@ from dcp_objstore.errors import CheckpointNotFoundError, ConfigError
 from dcp_objstore.inspect import verify as verify_module
 from dcp_objstore.inspect.verify import _elements
 from dcp_objstore.stores import open_store
+from tests.support.checkpoints import memory_url
 from tests.support.servers import Bucket
 from tests.support.states import seeded
 
@@ -148,3 +149,8 @@ def test_the_named_elements_are_the_smallest_box_around_a_block(shape):
         held = np.unravel_index(places[block * 2 * MIB : (block + 1) * 2 * MIB], shape)
         box = ", ".join(f"{at.min()}:{at.max() + 1}" for at in held)
         assert _elements(index, "w", 0, block) == f"w[{box}]"
+
+
+def test_of_a_scalar_the_key_alone_is_named():
+    dos.save({"w": torch.tensor(1.0)}, url := memory_url(), progress=False)
+    assert _elements(ix.decode(open_committed(open_store(url))[1]), "w", 0) == "w"

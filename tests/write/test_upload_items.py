@@ -157,9 +157,9 @@ def test_parts_of_copied_tensors_are_bounded_in_bytes_and_others_are_not(
 @pytest.mark.parametrize(
     ("concurrency", "near", "most_mib", "part_mib"),
     [
-        ("auto", True, 1000, 16),
-        (4, True, 1000, 16),
-        (4, False, 1000, 16),
+        ("auto", True, 1000, 14),
+        (4, True, 1000, 14),
+        (4, False, 1000, 14),
         ("auto", False, 1000, 5),
         # The largest item has an object of its own, however small objects should be.
         ("auto", True, 5, 8),
@@ -175,7 +175,7 @@ def test_parts_grow_where_a_few_connections_are_enough_and_for_the_largest_item(
         upload_concurrency=concurrency,
         max_object_size_bytes=most_mib * MIB,
     )
-    state = {f"{n}": torch.zeros(1).expand(64 * MIB) for n in range(2)}
+    state = {f"{n}": torch.zeros(1).expand(n * MIB) for n in (64, 48)}
     items = create_default_local_save_plan(state, True).items
     store: Any = SimpleNamespace()
     assert uploading._plan_parts(items, store, config).part_size_bytes == part_mib * MIB
