@@ -169,6 +169,7 @@ def slip(file: str, old: str, new: str) -> Mutant:
         lines,
         (1, 1),
         (),
+        False,
         len(data),
         len(data) + len(old.encode()),
         new,

@@ -61,6 +61,7 @@ class Mutant:
         lines: the numbers of the lines that a test has to reach.
         around: the first and the last line of the function.
         mentions: names by which code reaches it that is run while its module is imported.
+        in_signature: whether it is in a default of a function's argument.
         start: its first byte in the module; `end` is the one after its last.
         text: what stands there now.
     """
@@ -73,6 +74,7 @@ class Mutant:
     lines: tuple[int, ...] = field(compare=False)
     around: tuple[int, int] = field(compare=False)
     mentions: tuple[str, ...] = field(compare=False)
+    in_signature: bool = field(compare=False)
     start: int = field(compare=False)
     end: int = field(compare=False)
     text: str = field(compare=False)
@@ -160,6 +162,7 @@ class _Finder(ast.NodeVisitor):
                 lines=tuple(sorted(lines)),
                 around=self.around,
                 mentions=self.mentions if self.reach is None else (),
+                in_signature=self.reach is not None,
                 start=start,
                 end=end,
                 text=text,
