@@ -123,10 +123,12 @@ def test_a_failure_on_one_rank_is_one_on_all_and_leaves_nothing(bucket, tmp_path
     assert bucket.uploads() == []
 
 
-def die_in_the_middle(rank: int, world: int, url: str, out: str, options: Any, last: int) -> Any:
+def die_in_the_middle(
+    rank: int, world: int, url: str, out: str, options: Any, last: int, after: str = ""
+) -> Any:
     def hang(store: Any, name: str, *args: Any, **settings: Any) -> Any:
         uploaded = upload_object(store, name, *args, **settings)
-        if rank == last:
+        if rank == last and after in name:
             say("written", name)
             threading.Event().wait()
         return uploaded
@@ -163,6 +165,19 @@ def test_a_killed_rank_leaves_no_new_index_and_the_others_raise(bucket, last, ea
     if not last and not earlier:
         written.append("model.safetensors.claim")
     assert bucket.keys("hf") == sorted([*before, *written])
+
+
+def test_if_the_first_rank_is_killed_after_the_index_the_files_of_all_stay(bucket):
+    options = bucket.storage_options
+    dos.save(state(), url := bucket.at("step-1"), storage_options=options, progress=False)
+    with start_workers(reuse=False) as crew:
+        job = crew.start(RANKS, die_in_the_middle, url, bucket.at("hf"), options, 0, "index.json")
+        wait_for(job, "written")
+        os.kill(job.pids[0], signal.SIGKILL)
+        outcomes = job.end()
+    assert all(isinstance(one.error, RankFailedError) for one in outcomes if one.rank)
+    exported = dos.read_state_dict(bucket.at("hf"), storage_options=options, progress=False)
+    assert exported.keys() == state().keys()
 
 
 def differ(rank: int, world: int, url: str, root: str) -> list[str]:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -499,6 +500,12 @@ def test_a_stream_that_is_closed_makes_no_further_check_and_nothing_stays(tmp_pa
     stream.close()
     assert set(made) <= {"list"}
     assert list(tmp_path.rglob("*")) == []
+
+
+def test_an_error_that_no_check_expects_ends_the_stream(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "table", Mock(side_effect=ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):
+        list(check_up(f"file://{tmp_path}/run"))
 
 
 def test_a_server_that_never_answers_is_given_up():

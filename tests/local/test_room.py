@@ -161,9 +161,9 @@ def test_a_tmpfs_leaves_memory_to_the_job(tmpfs, monkeypatch):
 
 
 def test_where_nothing_says_what_a_file_system_is_it_is_not_known(monkeypatch):
-    assert room._file_system_of(os.stat("/proc").st_dev) == "proc"
+    assert room._file_system_of(Path("/proc").stat().st_dev) == "proc"
     monkeypatch.setattr(Path, "read_text", Mock(side_effect=PermissionError))
-    assert room._file_system_of(os.stat("/proc").st_dev) is None
+    assert room._file_system_of(Path("/proc").stat().st_dev) is None
 
 
 V2 = ("memory.max", "memory.current", "")

@@ -8,6 +8,7 @@ import signal
 import threading
 from dataclasses import asdict, replace
 from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,6 +24,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.measure import api
 from dcp_objstore.measure.api import CONFIG, Spread, Throughput, _doubts, _Round
 from tests.support.campaign import cases
+from tests.support.checkpoints import memory_url
 from tests.support.command_line import run_here
 from tests.support.proxy import Asked, NetworkProxy, Refuse
 from tests.support.servers import READ_ONLY, WRITE_ONLY, Bucket
@@ -188,6 +190,14 @@ def test_nothing_stays_after_ctrl_c(bucket, meant):
             measure(bucket, storage_options=proxy.storage_options)
         thread.join()
     before.check()
+
+
+def test_a_second_ctrl_c_leaves_what_was_written_and_says_where(monkeypatch, caplog):
+    monkeypatch.setattr(api, "_measure", Mock())
+    monkeypatch.setattr(api, "result_of", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        api.bench(url := memory_url(), progress=False)
+    assert f"objects .bench-* may remain below {url}" in caplog.text
 
 
 @pytest.mark.backends("seaweed")

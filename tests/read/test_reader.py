@@ -229,12 +229,13 @@ def test_the_failure_of_another_rank_is_reported_and_left_to_that_rank(url, monk
 
 
 def test_an_error_of_the_opening_is_raised_by_the_next_call_with_its_rank():
-    reader = reader_of(url := memory_url())
+    reader = reader_of(url := memory_url(), on_event=(heard := Heard()))
     metadata = reader.read_metadata()
     assert metadata.state_dict_metadata == {}
     with pytest.raises(CheckpointNotFoundError) as caught:
         reader.set_up_storage_reader(metadata, False, rank=3)
     assert (caught.value.rank, caught.value.url) == (3, url)
+    assert len(of(Failed, heard)) == 1
     reader.set_up_storage_reader(metadata, False, rank=3)  # it is raised once
     # A rank that goes on all the same has nothing to offer.
     plan = reader.prepare_local_plan(LoadPlan([]))
