@@ -312,7 +312,8 @@ class _Sweep:
         """Remove what no commit names, and return what was done (rule 9).
 
         It reads what a commit names, then lists. It begins with what a crash left unfinished: a
-        deletion, or `.metadata`. Objects are removed only behind a fence, by `_remove`.
+        deletion, or `.metadata`. Objects that a commit might name are removed only behind a fence,
+        by `_remove`; others, such as old beacons, need none.
         """
         stored = read_marker(self.store)
         if stored is not None and stored.record.state == "deleting":

@@ -107,12 +107,12 @@ def import_checkpoint(
         The report of the save.
 
     Raises:
-        CheckpointNotFoundError: there is nothing to import at the source.
+        CheckpointNotFoundError: there is nothing at the source.
         CheckpointCorruptError: the source is damaged or cut off.
         PreconditionFailedError, CheckpointGoneError: another writer replaced the source while it
             was read; nothing was committed.
         UntrustedPickleError: the source needs `trust_pickle=True`.
-        InputError: two keys get the same name, or an argument is wrong.
+        InputError: no key is left to import, two keys get the same name, or an argument is wrong.
         DcpObjstoreError: any error of `save`, or of reading the source.
     """
     writer = ObjectStoreWriter(
@@ -134,7 +134,7 @@ def import_checkpoint(
     ) as opened:
         names = new_names(matching(dict.fromkeys(opened.keys), keys), rename)
         if not names:
-            raise InputError(f"there is nothing to import: {source} has no keys, or keys= is empty")
+            raise InputError(f"{source} has no key to import, or keys= is empty")
         planner = SourcePlanner(str(writer.checkpoint_id), opened, names)
         with closing(planner), reporting_failures(writer):
             return run_save(writer, planner.flat, None, lambda *_: planner)

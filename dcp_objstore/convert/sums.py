@@ -1,8 +1,8 @@
 """Weighted sums of the tensors of several checkpoints, slab after slab, in one read of all of them.
 
-The inputs are read as one store, by one call of `fetch_ranges`, so that the requests of each window
-of slabs are under way while the window before it is uploaded. A block is verified in the memory
-that it arrived in and added from there; no tensor of an input is ever put together.
+The inputs are read as one store, by a call of `fetch_ranges` for many windows of slabs, so that the
+requests of each window are under way while the window before it is uploaded. A block is verified in
+the memory that it arrived in and added from there; no tensor of an input is ever put together.
 
 Floating-point sums depend on their order. So each slab is at one input at a time: blocks of that
 input are added when they arrive, in any order, for they have no element in common; blocks of later
@@ -421,7 +421,7 @@ def _read(
         number = input_of(request)
         return explained(inputs[number].stored, stores[number], request, error)
 
-    # The number of windows that are planned together.
+    # The number of windows whose requests are planned together; a plan of all might be too large.
     stretch = max(1, _PLANNED_BYTES // (len(inputs) * SUM_BYTES))
     for first in range(0, len(windows), stretch):
         requests: list[RangeRequest[Block]] = []

@@ -60,9 +60,10 @@ def by_cause(
 ) -> DcpObjstoreError:
     """Return the error to raise for a foreign one that came up with a value of the state.
 
-    If memory is full, files cannot be opened, or torch reports something (RuntimeError), the error
-    says no more. For anything else it advises the user to change something: also for a value that
-    is nested too deep or for which torch has not implemented something (which are RuntimeErrors).
+    A lack of memory or of files, and what torch reports (RuntimeError), need not be due to the
+    value: they become a RankFailedError, without advice. Anything else becomes an UnsupportedError,
+    which advises the user to change something. So do two RuntimeErrors: a value is nested too deep,
+    or torch has not implemented something for it.
 
     Args:
         doing: what could not be done.

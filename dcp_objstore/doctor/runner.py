@@ -51,6 +51,9 @@ _CLEAN_UP_SECONDS = 30.0
 def table(spec: StoreSpec, objects: ObjectChecks) -> Sequence[Check]:
     """Return all checks, in an order in which each can rely on those before it.
 
+    The second word of a check is its `kind`: `written` stands for a check of the object that "put"
+    has written.
+
     The rights are on these pages of the providers: "Actions, resources, and condition keys for
     Amazon S3"; "IAM permissions for Cloud Storage"; for Azure "Permissions for calling data
     operations".

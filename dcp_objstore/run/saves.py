@@ -193,7 +193,8 @@ class RunSaves:
             )
         finally:
             begun = self._background.latest
-            # The save has begun, and so on all ranks, even if `begin_save` raises on this one.
+            # There is a new save: it has begun on all ranks, even if `begin_save` raises on this
+            # one.
             if begun is not None and begun is not before:
                 self._pending = _Pending(step, begun)
                 self._saved.add(step)
@@ -387,7 +388,8 @@ class RunSaves:
         try:
             raise_on_all(failed, self._url, self._group)
         except BaseException:
-            # Some rank may not know the outcome yet, so the next call looks at it once more.
+            # Ctrl-C may have ended the wait of some rank. So the save stays pending on all, and the
+            # next call asks for its outcome again; a rank that has raised its error does not then.
             self._pending = _Pending(step, handle, was_raised=error is not None)
             raise
         self._pending = None

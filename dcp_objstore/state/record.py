@@ -152,16 +152,17 @@ class Asked:
     """
 
     def __init__(self, current: Any, record: Record, place: Place) -> None:
-        # The value's own paths count: a checkpoint may not say how its keys were nested.
-        own_paths = {_name(path): (path, item) for path, item in leaves(current)}
-        self.own = {name: item for name, (_, item) in own_paths.items()}
+        own_entries = {_name(path): (path, item) for path, item in leaves(current)}
+        self.own = {name: item for name, (_, item) in own_entries.items()}
+        # Where the value has an entry of the same name, its path is taken in place of the recorded
+        # one: a checkpoint may not say how its keys were nested.
         self.saved = {
-            name: own_paths[name][0] if name in own_paths else path
+            name: own_entries[name][0] if name in own_entries else path
             for name, path in record.below(place).items()
         }
         self.paths: dict[str, Path] = {}
         self.wanted: dict[str, Any] = {}
-        self._own_paths, self._record, self._place = own_paths, record, place
+        self._own_entries, self._record, self._place = own_entries, record, place
 
     def ask(self, name: str, path: Path, current: Any, like: Any = None) -> None:
         """Ask for a saved entry.
@@ -199,7 +200,7 @@ class Asked:
         containers = {
             _name(path[:number]) for path in self.saved.values() for number in range(len(path))
         }
-        for name, (path, item) in self._own_paths.items():
+        for name, (path, item) in self._own_entries.items():
             # Each container around the entry, with the step that leads on from it.
             outers = [(_name(path[:number]), step) for number, step in enumerate(path)]
             # The save decided otherwise if it has entries below this one, or a single value in

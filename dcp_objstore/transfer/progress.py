@@ -156,7 +156,7 @@ class Silence:
         self.progress.check_stalled(f"upload of {self.key}")
         question = self._question
         if question is not None and question.done():
-            # Any other error is an answer, which shows that the store is there.
+            # An error that is no StoreUnavailableError is an answer: the store is there.
             self._question, error = None, question.exception()
             self._question_error = error if isinstance(error, StoreUnavailableError) else None
             if self._question_error is None:
@@ -166,7 +166,7 @@ class Silence:
         # After a question that was not answered, the next one is asked at once.
         if self._question is None and (self._question_error or is_time_to_ask):
             self._question = run_in_thread(partial(self._store.head, self.key), "question")
-        # By `question`, not by one that was asked just now: that may still be answered at once.
+        # A question that was asked just now does not count: it may still be answered at once.
         if question is not None and seconds > _REPORT_SECONDS:
             self._is_long_silence = True
             self._report_once(parts, seconds)

@@ -221,7 +221,8 @@ class _TrackedBuffers:
         self._silence.heard()  # the transport goes on
         buffer = self._next_within_a_part()
         if self.size_bytes + buffer.nbytes > self._part_size_bytes * MAX_PARTS:
-            # No plan allows for pickled values: their size is only known once they are written.
+            # The size of parts was chosen without pickled values: how large they are is only known
+            # once they are written.
             raise UnsupportedError(
                 f"an object would need more than {MAX_PARTS} parts of {self._part_size_bytes}"
                 " bytes; raise TransferConfig.part_size_bytes"

@@ -70,7 +70,8 @@ class _BackgroundSave:
         thread = self.thread
         if thread is None:
             # It is not known which thread runs the save. DCP makes an executor for each save, so
-            # any executor's thread that was begun since the staging may be it.
+            # any executor's thread that was begun since the staging may be it. No child process has
+            # the copy, because the thread that sends it there is known from then on.
             newer = (one for one in threading.enumerate() if one not in self._earlier_threads)
             return self._dropped.is_set() or not any("Executor" in one.name for one in newer)
         # If the thread of the save asks, it begins another save, so this one has ended.
