@@ -93,7 +93,13 @@ def test_what_is_no_folder_of_one_adapter_is_refused(tmp_path, peft, keys, error
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("value", [3, "{", "[]", '{"default": 1}', torch.ones(2), {"a": "b"}])
+class Custom:
+    """A value that is read only where it is trusted."""
+
+
+@pytest.mark.parametrize(
+    "value", [3, "{", "[]", '{"default": 1}', torch.ones(2), {"a": "b"}, Custom()]
+)
 def test_another_value_of_that_name_changes_nothing(tmp_path, value):
     dos.export_checkpoint(saved(value), tmp_path / "out", "model.*")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {

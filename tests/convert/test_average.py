@@ -34,6 +34,7 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     RankFailedError,
     StateMismatchError,
+    StoreUnavailableError,
     UnsupportedError,
 )
 from dcp_objstore.inspect.selection import whole
@@ -155,6 +156,11 @@ def test_it_has_the_bits_of_the_plain_loop_however_many_make_it(
     assert_average(bucket.at("average"), options)
     opened = dos.open(bucket.at("average"), storage_options=options)
     assert opened.world_size == ranks
+    written_bytes = [
+        len(bucket.get(f"average/{key}")) for key in bucket.keys("average") if "distcp" in key
+    ]
+    assert len(written_bytes) == ranks
+    assert max(written_bytes) * ranks < 1.5 * sum(written_bytes), "equal stretches"
     assert opened.keys() == {
         *(f"model.{name}" for name in model(0)),
         *("model.norm.scale", "model.norm.num_batches_tracked"),
@@ -374,6 +380,9 @@ def test_requests_get_memory_in_the_order_of_the_plan_and_only_once_it_is_free()
     assert [slots.may_begin(one) for one in (first, second, third)] == [True, False, False]
     held = slots.admit(first, Progress(60))
     assert not slots.may_begin(second), "its memory is lent"
+    (stopped := Progress(60)).stop(StoreUnavailableError("stopped"))
+    with pytest.raises(StoreUnavailableError, match="stopped"):
+        slots.admit(second, stopped)
     del held
     assert slots.may_begin(second)
     slots.admit(second, Progress(60))

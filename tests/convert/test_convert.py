@@ -339,6 +339,9 @@ def test_a_torch_file_is_planned_for_a_tensor_larger_than_the_memory():
     info = TensorInfo((2**38,), torch.float32)  # 1 TiB
     planned = torch_file("w.pt", {"w": info, "b": TensorInfo((3,), torch.float32)}, dict)
     assert planned.keys == ["w", "b"]
+    for power in (45, 62):
+        with pytest.raises(UnsupportedError, match="no addresses for its"):
+            torch_file("w.pt", {"w": TensorInfo((2**power,), torch.float32)}, dict)
 
 
 @pytest.mark.parametrize("by_file", [False, True])

@@ -260,6 +260,36 @@ def test_an_overwrite_that_lost_puts_small_files_back_but_no_earlier_weights(
     assert ("model.safetensors" in names_in(out)) == (most == EACH)
 
 
+def test_a_file_that_another_has_written_meanwhile_is_not_put_back(
+    mine, other, tmp_path, monkeypatch, through
+):
+    out, config = memory_url(), tmp_path / "config.json"
+    config.write_bytes(b"earlier")
+    to(other, out, copied_files=config)
+    config.write_bytes(b"mine")
+    at_file(monkeypatch, 5, interrupt)  # the index; mine has put its own config.json
+
+    def put() -> None:
+        open_store(out).put("config.json", b"of another")
+
+    before_request(through, out, "put", "config.json", 2, put)
+    with pytest.raises(KeyboardInterrupt):
+        to(mine, out, copied_files=config, overwrite=True)
+    assert open_store(out).get("config.json", max_size_bytes=99)[0] == b"of another"
+
+
+def test_what_a_failed_export_cannot_remove_is_named(mine, monkeypatch, through):
+    def refuse() -> None:
+        raise StoreUnavailableError("not now")
+
+    before_request(through, out := memory_url(), "delete", SHARDS[0], 1, refuse)
+    at_file(monkeypatch, 4, interrupt)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        to(mine, out)
+    assert caught.value.__notes__ == [f"{SHARDS[0]} could not be removed from {out}"]
+    assert names_in(out) == {SHARDS[0]}
+
+
 def test_a_small_file_that_may_be_of_another_export_stays(mine, tmp_path, monkeypatch):
     """Its PUT was refused, and the same bytes are there: perhaps by an earlier try of the PUT."""
     out, config = memory_url(), tmp_path / "config.json"
@@ -509,7 +539,9 @@ def test_what_makes_an_export_count_is_written_last_and_what_was_there_goes_afte
         changed = [one for one in requests if one.verb in ("put", "put_stream", "delete")]
         keys = [one.key for one in changed if one.verb != "delete"]
         assert keys[-2:] == ["zz.json", last]
-        assert all(one.verb == "delete" for one in changed[len(keys) :])
+        removed = [one.key for one in changed[len(keys) :] if one.verb == "delete"]
+        assert len(keys) + len(removed) == len(changed)
+        assert INDEX not in removed[1:], "the earlier index goes first"
         assert names_in(out) == set(keys)
 
 
