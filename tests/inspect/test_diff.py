@@ -178,6 +178,9 @@ def test_a_value_that_is_not_trusted_differs_by_its_digest_alone(tmp_path, saved
     assert (known.key, known.value, known.other_value) == ("a", 1, 2)
     assert (unknown.key, unknown.is_known) == ("opaque", False)
     assert dos.diff(one, one).same
+    for other in (1, Opaque(3)):
+        (unknown,) = dos.diff(one, saved(f"of {other}", {"a": 1, "opaque": other})).values
+        assert (unknown.key, unknown.is_known) == ("opaque", False)
     dcp.save({"a": 1, "opaque": Opaque(1)}, checkpoint_id=tmp_path / "stock")
     with pytest.raises(UntrustedPickleError):
         dos.diff(one, (tmp_path / "stock").as_uri())

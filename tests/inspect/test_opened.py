@@ -30,6 +30,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.inspect import checkpoint, diff
 from tests.support import hostile, pickles
+from tests.support.checkpoints import memory_url
 from tests.support.hostile_cases import many_times_one_chunk
 from tests.support.ranks import run_ranks
 from tests.support.states import ALL_DTYPES, same_bits, seeded
@@ -120,6 +121,23 @@ def test_an_absent_key_is_a_key_error_with_the_nearest_names(url):
     with pytest.raises(StateMismatchError) as caught:
         ckpt.matching("nothing")
     assert caught.value.url == url
+
+
+def test_a_large_tensor_is_cut_into_slabs():
+    dos.save({"w": torch.zeros(3, 4 * MIB)}, url := memory_url(), progress=False)
+    slabs = dos.open(url)["w"].slabs()
+    assert [slab.size_bytes for slab in slabs] == [32 * MIB, 16 * MIB]
+
+
+def test_if_a_step_is_deleted_while_it_is_read_the_error_names_the_next(tmp_path):
+    url = (tmp_path / "run").as_uri()
+    with dos.CheckpointManager(url) as run:
+        for step in (1, 2, 3):
+            run.save(step, {"w": torch.ones(3)})
+    ckpt = dos.open(f"{url}/step-2")
+    dos.delete(f"{url}/step-2")
+    with pytest.raises(CheckpointGoneError, match="the next step of the run is step-3"):
+        ckpt["w"].read()
 
 
 def test_a_state_dict_comes_back_nested_as_it_was_saved_or_flat(url):

@@ -125,6 +125,7 @@ def test_reads_and_verifications_of_an_opened_checkpoint_are_told_of():
     report = dos.open(url, on_event=heard).verify()
     (verified,) = of(events.Verified, heard)
     assert verified.report is report
+    assert verified.url == url
     with pytest.raises(dos.errors.CheckpointNotFoundError):
         dos.open(memory_url(), on_event=heard)
     assert (heard[-1].operation, heard[-1].error) == ("open", "CheckpointNotFoundError")
