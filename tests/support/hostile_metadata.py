@@ -188,6 +188,8 @@ DAMAGED: dict[str, bytes] = {
     "no storage_data": p.whole(p.made(p.METADATA, "Metadata", state_dict_metadata=p.mapped({}))),
     "state that is a tuple": p.whole(p.name(p.METADATA, "Metadata") + b")\x81)b"),
     "another class as the tensor": of_items(w=p.chunk()),
+    "shape with a state": of_items(w=p.tensor(
+        shape=p.size(2, 3) + p.mapped({p.text("x"): p.NONE}) + p.BUILD)),
     "shape negative": of_items(w=p.tensor(shape=p.size(-2, 3))),
     "shape above 64 bits": of_items(w=p.tensor(shape=p.size(2**63, 3))),
     "shape times itemsize overflows": of_items(
