@@ -247,6 +247,7 @@ class Reach:
         def cost(test: str) -> float:
             file = test.partition("::")[0]
             near = 0.15 if f"test_{noun}" in file else 0.4 if f"tests/{room}/" in file else 1
+            near = 0.01 if test.startswith(_READ_AFTER_IMPORT) else near
             return (self._seconds[test] + 0.03) * near
 
         # Of those that take the same way through the function, one after the other: first those on

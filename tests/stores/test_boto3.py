@@ -14,7 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import boto3
 import botocore.exceptions
@@ -48,8 +50,9 @@ from dcp_objstore.stores.protocol import (
 )
 from dcp_objstore.stores.ranges import BrokenOffError
 from dcp_objstore.stores.retries import SMALL_BYTES
-from dcp_objstore.stores.s3.boto3 import Boto3Clients, JoinedBuffers
+from dcp_objstore.stores.s3.boto3 import Boto3Clients, JoinedBuffers, ReceivedBody
 from dcp_objstore.stores.s3.errors import read_botocore
+from dcp_objstore.stores.s3.s3fs import read_s3fs
 from dcp_objstore.stores.s3.store import check_range_answer, pages
 from dcp_objstore.stores.s3.upload import Checksums, MultipartUpload
 from tests.contract import PART, BucketContract, race
@@ -497,6 +500,12 @@ def refused(operation: str, status: int, code: str = "", message: str = "") -> C
     return ClientError({"Error": error, "ResponseMetadata": {"HTTPStatusCode": status}}, operation)
 
 
+def test_a_connection_that_is_lost_while_a_body_arrives_broke_off():
+    body = ReceivedBody(SimpleNamespace(readinto=Mock(side_effect=ConnectionResetError("cut"))))
+    with pytest.raises(BrokenOffError, match="cut"):
+        body.in_chunks(10)
+
+
 @pytest.mark.parametrize(
     ("error", "text", "status", "code"),
     [
@@ -528,7 +537,8 @@ def test_what_no_store_answers_is_told_from_what_one_refuses(error, is_no_store)
     meaning = read_botocore(error).meaning
     assert (meaning is not None and meaning.words == NO_STORE) == is_no_store
     if isinstance(error, ClientError):
-        assert read_botocore(error, conditional=True).meaning is None
+        for read in (read_botocore, read_s3fs):
+            assert read(error, conditional=True).meaning is None
 
 
 SILENCES: list[tuple[str, dict[str, Any], type[DcpObjstoreError], str]] = [
