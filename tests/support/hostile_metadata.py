@@ -190,6 +190,8 @@ DAMAGED: dict[str, bytes] = {
     "another class as the tensor": of_items(w=p.chunk()),
     "shape with a state": of_items(w=p.tensor(
         shape=p.size(2, 3) + p.mapped({p.text("x"): p.NONE}) + p.BUILD)),
+    "shape of two arguments": of_items(w=p.tensor(
+        shape=p.call("torch", "Size", p.tupled(p.number(2), p.number(3)), p.NONE))),
     "shape negative": of_items(w=p.tensor(shape=p.size(-2, 3))),
     "shape above 64 bits": of_items(w=p.tensor(shape=p.size(2**63, 3))),
     "shape times itemsize overflows": of_items(
