@@ -412,14 +412,13 @@ def test_saving_an_unsafe_value_warns_once_per_key():
     assert warned == {"a", "b"}
 
 
-def test_what_is_not_trusted_is_named_in_order_and_a_long_value_is_plain():
+def test_what_is_not_trusted_is_named_in_order():
     unsafe = saved([zip(), slice(3), enumerate([]), reversed([])])
     names = ", ".join(
         f"builtins.{name}" for name in ("enumerate", "iter", "reversed", "slice", "zip")
     )
     with pytest.warns(UserWarning, match=f"needs {names} in"):
         warn_unsafe_value(unsafe, "a", set())
-    check_vetted(saved([[number] for number in range(300)]), "b")
 
 
 def test_equal_small_values_are_test_loaded_once(monkeypatch):
