@@ -78,6 +78,16 @@ def test_values_that_are_too_large_to_print_are_named_by_their_type(urls, capsys
     shown = {one["key"]: one["value"] for one in json.loads(capsys.readouterr().out)["values"]}
     too_large = {key for key in limits if "too large" in str(shown[key])}
     assert too_large == {"more", "odd", "sets", "queues"}
+    turned = tuple(
+        dataclasses.replace(one, value=one.other_value, other_value=one.value)
+        for one in report.values
+    )
+    monkeypatch.setattr(dos, "diff", lambda *_, **__: dataclasses.replace(report, values=turned))
+    with pytest.raises(SystemExit):
+        print_diff(*urls, **{**ALL, "as_json": True})
+    others = json.loads(capsys.readouterr().out)["values"]
+    assert {one["key"]: one["other_value"] for one in others} == shown
+    monkeypatch.setattr(dos, "diff", lambda *_, **__: report)
     shown = {key: shown[key] for key in values}
     assert shown.pop("keys") == "({(1, 2): 3},)"
     assert set(shown.values()) == {"<tuple, too large to show>"}
