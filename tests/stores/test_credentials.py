@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from google.auth import compute_engine
+from google.auth.credentials import AnonymousCredentials
 from obstore.exceptions import GenericError
 
 import dcp_objstore as dos
@@ -397,6 +398,9 @@ def test_no_token_of_this_machine_goes_to_another_server_unless_it_is_asked_for(
     with pytest.raises(CredentialsError, match="no token of this machine is sent"):
         find_gcs_credentials(GcsOptions(endpoint_url="http://elsewhere"))
     assert find_gcs_credentials(GcsOptions(token="cloud", endpoint_url="http://elsewhere")).provider
+    of_user = AnonymousCredentials()  # type: ignore[no-untyped-call]
+    monkeypatch.setattr("google.auth.default", lambda scopes: (of_user, None))
+    assert find_gcs_credentials(GcsOptions(endpoint_url="http://elsewhere")).provider
 
 
 @pytest.mark.filterwarnings("ignore:The load_credentials_from_dict method:DeprecationWarning")
