@@ -52,7 +52,7 @@ _Id = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 _Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 _Pin = Annotated[str, Meta(min_length=1, max_length=MAX_PIN_LENGTH)]
 _MAX_DEPTH = 32
-_DIGEST_SIZE_BYTES = len(',"digest":""}') + 64
+_DIGEST_FIELD_SIZE_BYTES = len(',"digest":""}') + 64
 
 
 class IndexRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -263,7 +263,7 @@ def decode_record(
             f"{what} has format {own_format}, this version of dcp_objstore knows up to"
             f" {newest_format}; upgrade dcp_objstore"
         )
-    if body != with_checksum(body[:-_DIGEST_SIZE_BYTES] + b"}"):
+    if body != with_checksum(body[:-_DIGEST_FIELD_SIZE_BYTES] + b"}"):
         raise damaged(what, "it differs from its own digest")
     return _decoded(body, decoder, what)
 

@@ -418,6 +418,7 @@ class Demo:
     def prove_preempted(self, resumed: Sequence[Ended]) -> None:
         """Prove that all ranks ended at the newest step, and that others can read what they had."""
         newest = max(self._steps())
+        # SIGTERM came at step `_WARNED`, so the ranks have saved that step or a later one.
         self.prove(
             {end.notes.get("last") for end in resumed} == {newest} and newest >= _WARNED,
             f"all ranks ended after step {newest}, saved it, and it is the newest committed step",

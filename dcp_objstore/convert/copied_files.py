@@ -17,7 +17,7 @@ import numpy as np
 
 from dcp_objstore.checkpoint.names import TORCH_SUFFIXES
 from dcp_objstore.config import MIB
-from dcp_objstore.convert.files import PlannedFile, TensorBytes, folder_and_name
+from dcp_objstore.convert.files import PlannedFile, ReadTensor, folder_and_name
 from dcp_objstore.convert.frameworks import DESCRIPTION_KEY
 from dcp_objstore.errors import (
     InputError,
@@ -124,7 +124,7 @@ def _is_small_file(name: str, pattern: str = "*") -> bool:
 def _copy_of(store: ObjectStore, meta: ObjectMeta) -> PlannedFile:
     """Return a file with the bytes of an object, which it reads while it is written."""
 
-    def buffers(_: TensorBytes) -> Iterator[ByteArray]:
+    def buffers(_: ReadTensor) -> Iterator[ByteArray]:
         # All GETs must have one ETag. It is not compared with that of `meta`, because a CDN may
         # answer a GET with another ETag than a HEAD; so the HEAD is repeated at the end.
         pinned = PinnedStore(store, {})

@@ -46,7 +46,7 @@ _WEIGHTS = re.compile(
 _LEAST_SHARD_BYTES = 250_000_000
 
 # Yields the memory of the tensor with a key, in the dtype in which it is written.
-TensorBytes: TypeAlias = Callable[[str], Iterator["ByteArray"]]
+ReadTensor: TypeAlias = Callable[[str], Iterator["ByteArray"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class PlannedFile:
 
     name: str
     size_bytes: int
-    buffers: Callable[[TensorBytes], Iterator[ByteArray]]
+    buffers: Callable[[ReadTensor], Iterator[ByteArray]]
     keys: Sequence[str] = ()
 
     @classmethod
@@ -111,10 +111,10 @@ def safetensors_file(
         (names[key], tensors[key].dtype, tensors[key].shape) for key in keys
     )
 
-    def buffers(tensor: TensorBytes) -> Iterator[ByteArray]:
+    def buffers(read: ReadTensor) -> Iterator[ByteArray]:
         yield np.frombuffer(header, np.uint8)
         for key in keys:
-            yield from tensor(key)
+            yield from read(key)
 
     size_bytes = len(header) + sum(tensor_bytes(tensors[key]) for key in keys)
     return PlannedFile(name, size_bytes, buffers, keys)
@@ -238,12 +238,12 @@ def torch_file(
         )
         raise UnsupportedError(text) from None
 
-    def buffers(tensor: TensorBytes) -> Iterator[ByteArray]:
+    def buffers(read: ReadTensor) -> Iterator[ByteArray]:
         # No content follows the last frame.
         for frame, content in zip(frames, [*contents, None], strict=True):
             yield np.frombuffer(frame, np.uint8)
             if isinstance(content, str):
-                yield from tensor(content)
+                yield from read(content)
             elif content is not None:
                 yield content
 

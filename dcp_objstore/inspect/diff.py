@@ -263,8 +263,10 @@ class _Comparison:
         for checkpoint in self._pair:
             checkpoint._check_whole(self._tensors_to_read)
         # The chunks of a checkpoint by another library can only be read as a whole. So if another
-        # library wrote one of the two, its chunks are the slabs. (`min` prefers False.)
-        gives_slabs = min(self._pair, key=lambda checkpoint: checkpoint.commit_id is not None)
+        # library wrote one of the two (it has no commit), its chunks are the slabs; if one wrote
+        # both, those of the first are.
+        first, other = self._pair
+        gives_slabs = other if first.commit_id is not None and other.commit_id is None else first
         for key in self._tensors_to_read:
             entry = gives_slabs[key]
             assert isinstance(entry, TensorEntry)
@@ -273,10 +275,10 @@ class _Comparison:
         bar = Bar("diff")
         if progress and bar.is_seen():
             bar.begin(2 * self.read_bytes)
-        first, other = (read_ahead(slabs, checkpoint._read_slabs) for checkpoint in self._pair)
+        parts, other_parts = (read_ahead(slabs, one._read_slabs) for one in self._pair)
         try:
-            with closing(first), closing(other):
-                for slab, part, other_part in zip(slabs, first, other, strict=True):
+            with closing(parts), closing(other_parts):
+                for slab, part, other_part in zip(slabs, parts, other_parts, strict=True):
                     if slab.key not in self.tensors and not same_bits(part, other_part):
                         self._note(slab.key, "changed")
                     bar.advance(2 * slab.size_bytes)

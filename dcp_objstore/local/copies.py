@@ -112,6 +112,8 @@ class SaveCopies(_Copies):
         self._rank = rank
         self._removed_if_save_fails: list[Path] = []
         self._spares: list[File] = []  # what may be written over
+        # A series is all steps whose URLs differ only in numbers of the segment that names them:
+        # `run-2/step-5` is of the series `run-2/step-#`.
         series = _STEP.sub(lambda step: _without_numbers(step[0]), spec.url)
         # The very list that `_saved` holds: `end` changes it for the next save of the series.
         self._folders_saved_before = _saved.here.setdefault((series, spec.open().endpoint_url), [])

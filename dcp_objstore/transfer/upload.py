@@ -365,8 +365,9 @@ def upload_object(
             concurrency=config.upload_concurrency,
             request_bytes=plan.part_size_bytes,
         )
-        # The transport gets this number once, and the window may grow: what is in flight at each
-        # moment is limited by the slot.
+        # The transport gets this number once, and the window may grow. So it may be larger than the
+        # window is now, up to half of the parts: what is in flight at each moment is limited by the
+        # slot.
         in_flight = min(most, slot.most, max(slot.concurrency, _LEAST_IN_FLIGHT, plan.parts // 2))
         in_flight = at_most(config.upload_concurrency, in_flight)
         tracked = _TrackedBuffers(

@@ -80,7 +80,7 @@ def _write_items(key: str, value: Any, is_coordinator: bool) -> list[WriteItem]:
     check_kind(value, key)
     try:
         return create_default_local_save_plan({key: value}, is_coordinator).items
-    except DcpObjstoreError as error:
+    except DcpObjstoreError as error:  # of a value that could not be staged: it says why here
         raise error.at(key=key) from None
     except Exception as error:
         raise by_cause(error, "torch cannot say how to store this", key) from error

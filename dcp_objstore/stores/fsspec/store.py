@@ -247,12 +247,13 @@ class FsspecStore(BaseStore[str]):
         infos: Mapping[str, Mapping[str, Any]] = {}
         with suppress(FileNotFoundError, NotADirectoryError):
             infos = self._fs.find(folder, detail=True)
+        # gcsfs lists a bucket that does not exist as an empty one; other filesystems refuse.
         if not infos and is_of(type(self._fs), _GCSFS):
             self._check_bucket()
         return infos
 
     def _check_bucket(self) -> None:
-        """Raise BucketNotFoundError if there is no such bucket: gcsfs lists it as an empty one."""
+        """Raise BucketNotFoundError if there is no such bucket. Only for gcsfs."""
         bucket = self._root.partition("/")[0]
         try:
             self._fs.call("GET", "b/{}/o", bucket, maxResults=1)

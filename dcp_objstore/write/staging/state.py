@@ -142,8 +142,9 @@ class Staging:
             else:
                 lane.follow()  # the copies come after what training has queued so far
                 self._tickets.append(lane.queue(partial(_copy_by_torch, of_device)))
+        # A tensor without memory, such as an empty one, has no place.
         return {
-            key: copy_of(tensor, *places[key]) if key in places else _no_region(tensor)
+            key: copy_of(tensor, *places[key]) if key in places else _without_memory(tensor)
             for key, tensor in tensors.items()
         }
 
@@ -377,8 +378,8 @@ def _not_copied(state_dict: Mapping[str, Any], error: Exception) -> DcpObjstoreE
     return by_cause(error, "this value cannot be copied, as a save in the background does", key)
 
 
-def _no_region(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor without memory, which the writer may refuse."""
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor without memory, which the writer may refuse."""
     return tensor if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
