@@ -227,7 +227,9 @@ def with_own_keys(entries: Mapping[Any, T]) -> dict[Any, T]:
         step.value if isinstance(step, LiteralKey) else step: entry
         for step, entry in entries.items()
     }
-    return own if len(own) == len(entries) else dict(entries)
+    if len(own) == len(entries):
+        return own
+    return {plain(step): entry for step, entry in entries.items()}
 
 
 def plain(step: str | int) -> str | int:

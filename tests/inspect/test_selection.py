@@ -157,6 +157,7 @@ def test_keys_of_two_ranks_that_are_equal_in_one_dict_are_read_under_their_names
     assert repr(nested({"d.1": "one"}, places)) == "{'d': {1: 'one'}}"
     both = nested({"d.1": "one", "d.True": "other"}, places)
     assert repr(both) == "{'d': {'1': 'one', 'True': 'other'}}"
+    assert {type(key) for key in both["d"]} == {str}
 
 
 @pytest.mark.parametrize(
