@@ -248,9 +248,9 @@ def _file_url(url: str, rest: str) -> StoreUrl:
 def _fsspec_url(url: str, scheme: str, rest: str) -> StoreUrl:
     """Parse a URL of a scheme that only fsspec knows."""
     authority, _, prefix = rest.partition("/")
-    user, at, _ = authority.rpartition("@")
+    user, _, _ = authority.rpartition("@")
     # github://org:repo@branch holds no password.
-    if at and ":" in user and scheme != "github":
+    if ":" in user and scheme != "github":
         # The URL is not repeated, because it holds a password.
         raise InvalidUrlError(
             f"a password does not belong in a {scheme}:// URL; pass it in storage_options"

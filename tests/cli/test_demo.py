@@ -354,6 +354,7 @@ def test_how_a_rank_ended_is_known_whatever_ended_it():
             "srun",
             "3",
         ),
+        ({"RANK": "0"}, None, None),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None, None),  # a batch script, without srun
     ],
 )

@@ -17,6 +17,7 @@ import re
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -410,6 +411,13 @@ def test_saving_an_unsafe_value_warns_once_per_key():
     with pytest.warns(UserWarning, match="'b'"):
         warn_unsafe_value(body, "b", warned)
     assert warned == {"a", "b"}
+
+
+def test_a_lack_of_memory_while_globals_are_looked_for_is_raised(monkeypatch):
+    look = "get_unsafe_globals_in_checkpoint"
+    monkeypatch.setattr(torch.serialization, look, Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        values.refused_globals(saved(slice(3)), pickle.UnpicklingError())
 
 
 def test_what_is_not_trusted_is_named_in_order():

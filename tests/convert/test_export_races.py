@@ -278,6 +278,14 @@ def test_a_file_that_another_has_written_meanwhile_is_not_put_back(
     assert open_store(out).get("config.json", max_size_bytes=99)[0] == b"of another"
 
 
+def test_a_failed_export_leaves_none_of_its_small_files(mine, tmp_path, monkeypatch):
+    (config := tmp_path / "config.json").write_text("{}")
+    at_file(monkeypatch, 5, interrupt)  # the index; config.json is there
+    with pytest.raises(KeyboardInterrupt):
+        to(mine, out := memory_url(), copied_files=config)
+    assert names_in(out) == set()
+
+
 def test_what_a_failed_export_cannot_remove_is_named(mine, monkeypatch, through):
     def refuse() -> None:
         raise StoreUnavailableError("not now")

@@ -309,11 +309,11 @@ def test_a_stateful_object_is_given_what_was_saved_whatever_it_has(had, has):
 def test_what_a_load_adds_to_a_list_lies_in_memory_as_the_tensor_before_it():
     plain, order = torch.ones(1, 3, 4, 4), torch.channels_last
     like = plain.to(memory_format=order)
-    had = {"items": [plain, like, plain, plain], "more": [like, plain]}
+    had = {"items": [plain, like, plain, plain], "by": {"more": [like, plain]}}
     dos.save({"held": Held(had)}, url := memory_url(), progress=False)
-    held = Held({"items": [plain.clone(), like.clone(), 5], "more": [like.clone()]})
+    held = Held({"items": [plain.clone(), like.clone(), 5], "by": {"more": [like.clone()]}})
     dos.load({"held": held}, url, progress=False)
-    loaded = [*held.held["items"], *held.held["more"]]
+    loaded = [*held.held["items"], *held.held["by"]["more"]]
     assert [item.is_contiguous(memory_format=order) for item in loaded] == [False] + [True] * 5
 
 
@@ -347,6 +347,18 @@ def test_tensors_that_an_optimizer_makes_of_a_load_are_no_inference_tensors():
     with torch.inference_mode():
         dos.load({"model": model, "optimizer": optimizer}, url, progress=False)
     step(model, optimizer)
+
+
+def test_tensors_that_a_stateful_object_makes_of_a_load_are_no_inference_tensors():
+    class Copies(Held):
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.held = copy.deepcopy(state_dict)
+
+    dos.save({"held": Held({"t": T})}, url := memory_url(), progress=False)
+    held = Copies({"t": T * 0})
+    with torch.inference_mode():
+        dos.load({"held": held}, url, progress=False)
+    assert not held.held["t"].is_inference()
 
 
 def test_a_save_of_an_optimizer_that_lost_a_parameter_says_what_was_raised():

@@ -38,7 +38,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
-from dcp_objstore.stores import ObjectStore, open_store
+from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.errors import NO_STORE, ErrorDetails
 from dcp_objstore.stores.protocol import (
     LEFTOVER_ADVICE,
@@ -504,6 +504,17 @@ def test_a_connection_that_is_lost_while_a_body_arrives_broke_off():
     body = ReceivedBody(SimpleNamespace(readinto=Mock(side_effect=ConnectionResetError("cut"))))
     with pytest.raises(BrokenOffError, match="cut"):
         body.in_chunks(10)
+
+
+@pytest.mark.parametrize(
+    ("verify", "trusted"),
+    [(True, ssl.__file__), (False, False), (__file__, __file__)],
+)
+def test_each_client_trusts_what_it_is_told_to(monkeypatch, verify, trusted):
+    monkeypatch.setenv("AWS_CA_BUNDLE", ssl.__file__)
+    options = {"transport": "boto3", "key": "k", "secret": "s", "verify": verify}
+    client = StoreSpec("s3://bucket/x", options).boto3_clients().get("read")
+    assert client._endpoint.http_session._verify == trusted
 
 
 @pytest.mark.parametrize(
