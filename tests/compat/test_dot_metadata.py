@@ -6,6 +6,7 @@ import io
 import pickle
 import pickletools
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_objstore.checkpoint import index as ix
-from dcp_objstore.compat import dot_metadata
+from dcp_objstore.compat import dot_metadata, foreign
 from dcp_objstore.compat.dot_metadata import StockDotMetadata, encode_metadata
 from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError
@@ -158,6 +159,12 @@ def test_an_empty_checkpoint_is_written():
     wanted = Metadata({}, None, {}, StorageMeta(), "1.0.0")
     assert pickle.loads(encode_metadata(empty)) == wanted
     assert decode_metadata(encode_metadata(empty)) == wanted
+
+
+@pytest.mark.parametrize("error", [CheckpointCorruptError, UnsupportedError])
+def test_a_dot_metadata_that_cannot_be_read_is_not_called_ours(error, monkeypatch):
+    monkeypatch.setattr(foreign, "decode_metadata", Mock(side_effect=error("it")))
+    assert not StockDotMetadata().is_ours(b"")
 
 
 def test_dot_metadata_names_only_torchs_globals_in_an_old_protocol():

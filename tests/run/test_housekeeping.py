@@ -13,7 +13,7 @@ import pytest
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce
 from dcp_objstore.run import housekeeping
-from dcp_objstore.run.housekeeping import Retainer, after_commit
+from dcp_objstore.run.housekeeping import Deletions, Retainer, after_commit
 from dcp_objstore.run.sweep import SweepReport
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import async_save as async_api
@@ -163,6 +163,17 @@ def test_a_grace_period_keeps_objects_and_a_new_save_there_is_whole(url):
     assert objects(url, 2) == 1, "the tombstone"
     assert objects(url, 3) == whole - 1
     assert names(url) == ["step-1", "step-5"]
+
+
+def test_the_next_deletion_removes_what_another_left_to_readers(url):
+    now = [0.0]
+    save_steps(url, [1, 2, 3])
+    deletions = Deletions(10, clock=lambda: now[0])
+    for step in (1, 2):
+        deletions.delete(StoreSpec(f"{url}/step-{step}"), None, allow_newest=False)
+        assert objects(url, step) > 1, "they may still be read"
+        now[0] += 11
+    assert (objects(url, 1), objects(url, 2) > 1) == (1, True)
 
 
 @pytest.mark.parametrize("grace", [-1, "1h", None, True, float("nan")])
