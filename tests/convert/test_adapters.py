@@ -93,12 +93,8 @@ def test_what_is_no_folder_of_one_adapter_is_refused(tmp_path, peft, keys, error
     assert not (tmp_path / "out").exists()
 
 
-class Custom:
-    """A value that is read only where it is trusted."""
-
-
 @pytest.mark.parametrize(
-    "value", [3, "{", "[]", '{"default": 1}', torch.ones(2), {"a": "b"}, Custom()]
+    "value", [3, "{", "[]", '{"default": 1}', torch.ones(2), {"a": "b"}, slice(3)]
 )
 def test_another_value_of_that_name_changes_nothing(tmp_path, value):
     dos.export_checkpoint(saved(value), tmp_path / "out", "model.*")

@@ -140,7 +140,7 @@ def die_in_the_middle(
 
 @pytest.mark.parametrize(
     ("last", "earlier"),
-    cases(itertools.product(range(RANKS), [False, True]), default=[(2, True)]),
+    cases(itertools.product(range(RANKS), [False, True]), default=[(0, False), (2, True)]),
 )
 def test_a_killed_rank_leaves_no_new_index_and_the_others_raise(bucket, last, earlier):
     options = bucket.storage_options

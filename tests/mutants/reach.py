@@ -221,9 +221,9 @@ class Reach:
             keys = _keys(mutant.file)
             for number in mutant.lines:
                 found |= self._tests.get(keys[number], set())
-        unseen = (_UNSEEN.get(mutant.file, "none"),)
-        if mutant.mentions or mutant.in_signature:
-            unseen += _READ_AFTER_IMPORT
+        unseen = _READ_AFTER_IMPORT if mutant.mentions or mutant.in_signature else ()
+        if mutant.file in _UNSEEN:
+            unseen = (*unseen, _UNSEEN[mutant.file])
         found.update(test for test in self._seconds if test.startswith(unseen))
         found &= self._seconds.keys()
         # A line that only programs reach, such as a command's: the tests of its room.

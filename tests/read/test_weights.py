@@ -245,6 +245,8 @@ def test_rules_rename_the_keys_of_every_kind_of_checkpoint(tmp_path, kind):
     with pytest.raises(StateMismatchError, match="both become 'one'") as caught:
         dos.open(url, rename=[(".*(a|b)$", "one")])
     assert caught.value.url == url
+    with pytest.raises(StateMismatchError, match="both become 'one'"):
+        dos.load(to, url, rename=[(".*(a|b)$", "one")], progress=False)
     with pytest.raises(StateMismatchError, match=r"nearest: new\.a"):
         dos.load({"new.aa": torch.zeros(6)}, url, rename=rules, progress=False)
 

@@ -142,6 +142,8 @@ def test_a_claim_that_cannot_be_read_makes_no_step_superseded(tmp_path, through,
         assert superseded(url) == ["step-2"]
     for url in (f"{run}/step-3", f"{run}/unclaimed", f"{run}/unclaimed/step-1"):
         assert superseded(url) == []
+    save_each(run, 4)  # without a claim: it is older than any job's
+    age(tmp_path)
     for error in (
         PermissionDeniedError("may not read it"),
         CheckpointCorruptError("damaged"),

@@ -379,7 +379,7 @@ def _not_copied(state_dict: Mapping[str, Any], error: Exception) -> DcpObjstoreE
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor without memory, which the writer may refuse."""
+    """Copy a tensor without memory, which the writer may refuse."""
     return tensor if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
